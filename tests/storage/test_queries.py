@@ -146,7 +146,7 @@ def altered(value: object) -> object:
 NEXT = {"revision": 2, "base_revision": -1, "updated_at": 61, "expires_at": 66, "state": b"next"}
 NEW_SESSION = SESSION_COLUMNS | {"id": 4, "tag": b"n" * 16}
 OF_USER = prefixed("user", USER_COLUMNS)
-OF_KNOWN = {
+OF_CACHED = {
     **prefixed("app", APP_COLUMNS),
     **OF_USER,
     **prefixed("app_witness", {"tag": WHO.app_tag, "number": 4, "seal": b"seal"}),
@@ -165,8 +165,8 @@ CHANGES: dict[str, tuple[sa.Executable, dict[str, Any], dict[str, Any]]] = {
     ),
     "session": (sql.UPDATE_SESSION, prefixed("at", SESSION_COLUMNS), NEXT),
     "session's deletion": (sql.DELETE_SESSION, {"at_id": 3, "at_revision": 1}, {}),
-    "known session's deletion": (sql.DELETE_KNOWN_SESSION, prefixed("at", SESSION_COLUMNS), {}),
-    "session of known owners": (sql.INSERT_SESSION_OF_KNOWN, OF_KNOWN, NEW_SESSION),
+    "cached session's deletion": (sql.DELETE_CACHED_SESSION, prefixed("at", SESSION_COLUMNS), {}),
+    "session of cached owners": (sql.INSERT_SESSION_OF_CACHED, OF_CACHED, NEW_SESSION),
     "session of a user": (sql.INSERT_SESSION_OF_USER, OF_USER, NEW_SESSION),
 }  # fmt: skip
 

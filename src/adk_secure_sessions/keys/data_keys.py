@@ -242,19 +242,19 @@ class StagedKeys:
         newest usable one of *key_ids*, those that the owner's authentic row names.  If there is
         none, it is the newest one that this operation has created, if any.
         """
-        known = self._of(owner_tag)
-        if known is None:
+        keys = self._of(owner_tag)
+        if keys is None:
             return
-        current = known.current
+        current = keys.current
         if current is not None and key_ids == (current.id,) and self._is_usable(current):
             return  # the usual case: an earlier call has already determined the current data key
-        usable = [key for key in known.by_id.values() if key and self._is_usable(key)]
+        usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
         candidates = named or [key for key in usable if key.id in self.created]
         current = max(candidates, key=lambda key: key.generation, default=None)
-        if current is not known.current:
-            known = OwnerKeys(known.by_id, current, known.newest_generation)
-            (self._by_owner if owner_tag in self._by_owner else self._cached)[owner_tag] = known
+        if current is not keys.current:
+            keys = OwnerKeys(keys.by_id, current, keys.newest_generation)
+            (self._by_owner if owner_tag in self._by_owner else self._cached)[owner_tag] = keys
 
     def ids_to_store(self, owner_tag: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
@@ -263,14 +263,14 @@ class StagedKeys:
         and still exist.  If the owner's data keys come from the cache, all of *key_ids* are assumed
         to exist: another process may have created a key after the keys were cached.
         """
-        known = self._of(owner_tag)
-        assert known is not None
-        assert known.current is not None
-        backend_id = known.current.backend_id
-        replaced = {key.id for key in known.by_id.values() if key and key.backend_id == backend_id}
-        may_exist = known.by_id if owner_tag in self._by_owner else key_ids
+        keys = self._of(owner_tag)
+        assert keys is not None
+        assert keys.current is not None
+        backend_id = keys.current.backend_id
+        replaced = {key.id for key in keys.by_id.values() if key and key.backend_id == backend_id}
+        may_exist = keys.by_id if owner_tag in self._by_owner else key_ids
         kept = (key_id for key_id in key_ids if key_id in may_exist and key_id not in replaced)
-        return (known.current.id, *kept)
+        return (keys.current.id, *kept)
 
     def new(self, owner_tag: bytes, not_before: int = 0) -> DataKeyRow:
         """Create a data key of the owner's next generation, and return the row to store.
@@ -282,8 +282,8 @@ class StagedKeys:
         keyring, writer = self._key_cache.keyring, self._key_cache.writer
         master_id = keyring.current_id
         assert master_id is not None, "opening the database creates a data master"
-        known = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
-        generation = max(self._taken.get(owner_tag, -1), known.newest_generation) + 1
+        keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
+        generation = max(self._taken.get(owner_tag, -1), keys.newest_generation) + 1
         if generation > _LAST_GENERATION:
             raise TamperedError(
                 "a data key of this owner has the highest possible generation",
@@ -295,7 +295,7 @@ class StagedKeys:
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
-        self._by_owner[owner_tag] = OwnerKeys({**known.by_id, made.id: made}, made, generation)
+        self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
         self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
@@ -320,13 +320,13 @@ class StagedKeys:
 
     def current(self, owner_tag: bytes) -> DataKey | None:
         """Return the owner's current data key, if `choose_current` has found one."""
-        known = self._of(owner_tag)
-        return known.current if known else None
+        keys = self._of(owner_tag)
+        return keys.current if keys else None
 
     def current_is_newest(self, owner_tag: bytes) -> bool:
         """Return whether the owner's current data key is known and is also the newest one."""
-        known = self._of(owner_tag)
-        return bool(known and known.current and known.current.generation == known.newest_generation)
+        keys = self._of(owner_tag)
+        return bool(keys and keys.current and keys.current.generation == keys.newest_generation)
 
     def is_as_new_as(self, owner_tag: bytes, *stored: bytes) -> bool:
         """Return whether the current data key is at least as new as the keys that encrypt *stored*.
@@ -335,12 +335,12 @@ class StagedKeys:
         owner's data keys again: another process may have created a newer data key, or retired the
         current data key.
         """
-        known = self._of(owner_tag)
-        if known is None or known.current is None:
+        keys = self._of(owner_tag)
+        if keys is None or keys.current is None:
             return False
-        newest = known.current.generation
+        newest = keys.current.generation
         for one in stored:
-            key = known.by_id.get(records.parse_header(one)[1])
+            key = keys.by_id.get(records.parse_header(one)[1])
             if key is None or key.generation > newest:
                 return False
         return True
@@ -404,13 +404,13 @@ class StagedKeys:
 
         Raises the error of the row of the data key, if `load` has rejected it.
         """
-        known = self._of(owner_tag)
+        keys = self._of(owner_tag)
         backend_id, key_id = records.parse_header(stored)
         if backend_id not in self._key_cache.backends:
             raise _not_listed(backend_id)
         if key_id in self._rejected:
             raise self._rejected[key_id]
-        key = known.by_id.get(key_id) if known else None
+        key = keys.by_id.get(key_id) if keys else None
         if key is not None and key.backend_id == backend_id:
             return key
         key_owner = (
@@ -428,8 +428,8 @@ class StagedKeys:
 
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
-        for tag, known in self._by_owner.items():
-            self._key_cache.by_owner.put(tag, known)
+        for tag, keys in self._by_owner.items():
+            self._key_cache.by_owner.put(tag, keys)
         for key_id, tag in self._owner_tags.items():
             self._key_cache.owner_tags.put(key_id, tag)
 
@@ -439,12 +439,12 @@ class StagedKeys:
         self._cached.pop(owner_tag, None)
 
     def _of(self, owner_tag: bytes) -> OwnerKeys | None:
-        known = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
-        if known is None and self._uses_cache:
-            known = self._key_cache.by_owner.get(owner_tag)
-            if known is not None:
-                self._cached[owner_tag] = known
-        return known
+        keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
+        if keys is None and self._uses_cache:
+            keys = self._key_cache.by_owner.get(owner_tag)
+            if keys is not None:
+                self._cached[owner_tag] = keys
+        return keys
 
     def _is_usable(self, key: DataKey) -> bool:
         writer, keyring = self._key_cache.writer, self._key_cache.keyring

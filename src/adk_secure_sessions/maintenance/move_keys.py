@@ -155,7 +155,7 @@ class _Move:
         has_begun = self._has_arrived or FeatureName.MOVING in self._found[0].features
         for place, survey in zip((self._source, self._target), self._found, strict=True):
             if survey.format_version is not None:
-                await place.change(partial(self._claim, survey.meta))
+                await place.change(partial(self._claim, survey.meta_rows))
         if not self._has_arrived:
             await self._copy(*self._found)
             await self._data.change(self._switch)
@@ -169,7 +169,7 @@ class _Move:
             await self._source.change(partial(self._delete, tables, copy))
         obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
         opened = self._authenticated(target.features - {FeatureName.MOVING})
-        await self._target.change(partial(self._open, target.meta[meta.FEATURES], opened))
+        await self._target.change(partial(self._open, target.meta_rows[meta.FEATURES], opened))
         to, cleared = self._target.name, not obstacles
         return KeyMove(to, *copy[:2], has_begun, cleared, tuple(obstacles))
 
@@ -255,7 +255,7 @@ class _Move:
         await self._source.change(partial(self._close, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
-        meta_rows = {name: source.meta[name] for name in names if name in source.meta}
+        meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
         meta_rows |= {meta.FEATURES: moving, meta.MOVE: self._run}
         if self._target is self._keys:
             meta_rows[meta.HOLDS] = "keys"
@@ -301,7 +301,7 @@ class _Move:
         if meta.read(connection, meta.FEATURES) == moving:
             return
         found = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-        features, is_same = source.meta[meta.FEATURES], found == set(source.keyring)
+        features, is_same = source.meta_rows[meta.FEATURES], found == set(source.keyring)
         if not (is_same and meta.swap(connection, meta.FEATURES, features, moving)):
             raise SecureSessionError(_CHANGED, retryable=True)
         connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
@@ -318,7 +318,7 @@ class _Move:
         with dialect_of(connection).exclusively(connection):
             is_new = expected.format_version is None
             found = take_survey(connection)
-            if is_new and found.has_rows and found.meta.get(meta.MOVE) != self._run:
+            if is_new and found.has_rows and found.meta_rows.get(meta.MOVE) != self._run:
                 raise SecureSessionError(_CHANGED, retryable=True)
             metadata.create_all(connection, tables=TableSet.KEYS.tables)
             if not is_new:

@@ -137,7 +137,7 @@ class Rotation(ABC):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            stored = {} if restart else (await self._db.survey()).meta
+            stored = {} if restart else (await self._db.survey()).meta_rows
             index = (await self._db.keyring()).index
             own = [one for one in unfinished(stored, index) if one.rotation == self._name]
             if own:

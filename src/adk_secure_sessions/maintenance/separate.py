@@ -138,7 +138,7 @@ async def _replace_keys(
     db: Database, opened: Keyring, separation: Separation, options: dict[str, Any]
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
-    stored = (await db.survey()).meta
+    stored = (await db.survey()).meta_rows
     is_due = f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.master_ids
     if is_due and not (await rotate_master(db, **options)).succeeded:
         return False
@@ -171,7 +171,7 @@ async def _begin(db: Database) -> None:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     meta_rows = separation_rows(separation, opened.index, new_id, survey.features)
-    old = (old_id.hex(), survey.meta[meta.FEATURES])
+    old = (old_id.hex(), survey.meta_rows[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, meta_rows, old)
     if not await db.unit.change_keys(work):
         raise SecureSessionError(_CHANGED, retryable=True)
@@ -189,7 +189,7 @@ async def _finish_ids(db: Database) -> None:
         lambda: survey_database(db.unit.executors.key_tables, is_key_database=True)
     )
     old_id = survey.separated_from
-    if old_id is None or old_id != data.meta.get(meta.DATABASE_ID):
+    if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     check(survey, TableSet.KEYS, create_tables=False)
     assert survey.database_id is not None, "the check requires it"
@@ -263,7 +263,7 @@ async def _end(db: Database, opened: Keyring) -> None:
     value = authenticated_features(opened.index, opened.database_id, features)
 
     def end(connection: sa.Connection) -> bool:
-        if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], value):
+        if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):
             return False
         meta.put(connection, meta.SEPARATION, None)
         meta.put(connection, meta.MIGRATION_MARK, None)

@@ -213,7 +213,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
         return None
     ((copied,),) = await db.unit.read(_COPIED, {})
     ((tombstones,),) = await db.unit.read(_TOMBSTONES, {})
-    is_complete = meta.MIGRATION_MARK in survey.meta
+    is_complete = meta.MIGRATION_MARK in survey.meta_rows
     genuine = None
     if is_complete and await _index(db) is not None:
         try:
@@ -248,8 +248,8 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
     survey = await db.survey()
-    index = await _index(db) if any(unfinished(survey.meta, None)) else None
-    return tuple(unfinished(survey.meta, index))
+    index = await _index(db) if any(unfinished(survey.meta_rows, None)) else None
+    return tuple(unfinished(survey.meta_rows, index))
 
 
 def _progress(

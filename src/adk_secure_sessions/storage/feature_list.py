@@ -53,7 +53,7 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.has_audit_table = audit_records.name in survey.feature_tables
     if FeatureName.SEPARATING not in survey.features:
         return
-    found = SEPARATION_FORM.fullmatch(str(survey.meta.get(meta.SEPARATION)))
+    found = SEPARATION_FORM.fullmatch(str(survey.meta_rows.get(meta.SEPARATION)))
     if found is None or not hmac.compare_digest(
         keyring.index.mac("separation", keyring.database_id, found["text"]).hex(), found["mac"]
     ):
@@ -89,7 +89,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     if feature in survey.features:
         return
     value = authenticated_features(keyring.index, keyring.database_id, survey.features | {feature})
-    if not meta.swap(connection, meta.FEATURES, survey.meta[meta.FEATURES], value):
+    if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):
         raise Conflict  # another process has changed the features since `take_survey` read them
 
 
@@ -101,7 +101,7 @@ def _has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> b
 
 
 def _check_list(survey: Survey, keyring: Keyring) -> None:
-    if survey.meta.get(meta.DATABASE_ID) != keyring.database_id.hex():
+    if survey.meta_rows.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED)
     listed = survey.feature_list
     expected = keyring.index.mac("features", keyring.database_id, listed["names"])

@@ -74,7 +74,7 @@ async def open_database(
             missing = [DATA] if opened.current_id is None else []
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
-        if opened is None or missing or not meta_rows.keys() <= key_survey.meta.keys():
+        if opened is None or missing or not meta_rows.keys() <= key_survey.meta_rows.keys():
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
             created = meta_rows
             if opened is None:
@@ -86,7 +86,7 @@ async def open_database(
                 for row in new:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
-        elif executors.has_key_database and not meta_rows.keys() <= data.meta.keys():
+        elif executors.has_key_database and not meta_rows.keys() <= data.meta_rows.keys():
             await _create_missing(executors.data, TableSet.DATA, data, meta_rows, [])
         else:
             _warn(data, backends.stores_plaintext)
@@ -218,7 +218,7 @@ def _create_in_transaction(
             return False
         # Insert the rows: `meta.put` would replace those of another process.  Where `exclusively`
         # holds no lock, the other process may have created the database after `take_survey`.
-        if new := meta_rows.keys() - expected.meta.keys():
+        if new := meta_rows.keys() - expected.meta_rows.keys():
             rows = [{"name": name, "value": meta_rows[name]} for name in new]
             connection.execute(sa.insert(schema.meta), rows)
         if fresh:

@@ -70,7 +70,7 @@ _session_tag = sa.bindparam("session_tag", type_=sa.LargeBinary)
 _key_tag = sa.bindparam("key_tag", type_=sa.LargeBinary)
 _value_tag = sa.bindparam("value_tag", type_=sa.LargeBinary)
 _limit = sa.bindparam("limit", type_=sa.BigInteger)
-_known = sa.bindparam("known", type_=sa.BigInteger)
+_first_seq = sa.bindparam("first_seq", type_=sa.BigInteger)
 _now = sa.bindparam("now", type_=sa.BigInteger)
 # The condition that a session, and no collection, has expired at the time `now`.
 HAS_EXPIRED: sa.ColumnElement[bool] = sa.and_(
@@ -354,9 +354,9 @@ def _last_events() -> sa.Select[Any]:
 
 SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT.select(events.c.session_row == _SESSION_ID))
 SESSION_WITH_LAST_EVENTS = _session_forms(_last_events())
-# The parameter `known` is the `seq` of the first event to read.
+# The parameter `first_seq` is the `seq` of the first event to read.
 SESSION_WITH_NEW_EVENTS = _session_forms(
-    _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= _known)
+    _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
 )
 SESSION_WITHOUT_EVENTS = _session_forms()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
@@ -459,22 +459,22 @@ def _session_of_user(*conditions: sa.ColumnElement[bool]) -> sa.Insert:
 
 
 # The conditions that the stored row of the app, and the stored version witnesses of the app and the
-# user, equal the cached rows.  The parameters are the cached rows: see `KnownOwners.columns`.
+# user, equal the cached rows.  The parameters are the cached rows: see `CachedOwners.columns`.
 _owners_as_cached = (
     _same_row(apps, "app"),
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 INSERT_SESSION_OF_USER = _session_of_user()
-INSERT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached)
+INSERT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached)
 # If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then no
-# session of the user may be imported.  IMPORT_SESSION_OF_KNOWN requires that `secure_migrated` has
+# session of the user may be imported.  IMPORT_SESSION_OF_CACHED requires that `secure_migrated` has
 # no row of the user at all: it runs without a read, so the MAC of such a row was not checked.
 _row_of_user: sa.Select[Any] = sa.select(sa.literal_column("1")).where(migrated.c.tag == _user_tag)
 _is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
 IMPORT_SESSION = _insert(sessions, sa.select(*_parameters(sessions)).where(_is_not_erased))
 IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
-IMPORT_SESSION_OF_KNOWN = _session_of_user(*_owners_as_cached, ~_row_of_user.exists())
+IMPORT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached, ~_row_of_user.exists())
 INSERT_MIGRATED = sa.insert(migrated)
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
 INSERT_INDEXED = sa.insert(indexed)
@@ -533,7 +533,7 @@ UPDATE_SESSION = _update(sessions, _SESSION_AT, *CHANGED_BY_APPEND)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
 REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *CHANGED_BY_APPEND)
-DELETE_KNOWN_SESSION = sa.delete(sessions).where(*_SESSION_AT)
+DELETE_CACHED_SESSION = sa.delete(sessions).where(*_SESSION_AT)
 UPDATE_SNAPSHOT = _update(
     snapshots,
     [snapshots.c.session_row == _AT_ID, snapshots.c.revision == sa.bindparam("at_revision")],

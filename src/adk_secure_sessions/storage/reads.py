@@ -114,13 +114,13 @@ class GetSession(ReadOperation, Generic[E]):
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
         if self.caches:
-            known = attempt.cache.histories.get(self.identity.session_tag)
-            attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=known is not None)
-            if known is not None:
-                parameters = {**self.identity.tags(), "known": known.revision}
+            cached = attempt.cache.histories.get(self.identity.session_tag)
+            attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=cached is not None)
+            if cached is not None:
+                parameters = {**self.identity.tags(), "first_seq": cached.revision}
                 rows = await self._read(attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters)
                 try:
-                    return await self._open(attempt, rows, known)
+                    return await self._open(attempt, rows, cached)
                 except _DoesNotFit:
                     attempt.cache.histories.drop(self.identity.session_tag)
         return await self._open(attempt, await self._find(attempt, executors))
@@ -133,7 +133,7 @@ class GetSession(ReadOperation, Generic[E]):
         return await self._read(attempt, executors, forms, parameters)
 
     async def _open(
-        self, attempt: Attempt, rows: QueryRows, known: History | None = None
+        self, attempt: Attempt, rows: QueryRows, cached: History | None = None
     ) -> tuple[SessionWithStates, list[E]] | None:
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
@@ -147,7 +147,7 @@ class GetSession(ReadOperation, Generic[E]):
         view = SessionWithStates(session, user.user_id, app.state, user.state)
         if not self.caches:
             return view, await self.history(attempt, rows, session)
-        return view, await self._cached_history(attempt, rows, session, known)
+        return view, await self._cached_history(attempt, rows, session, cached)
 
     async def history(self, attempt: Attempt, rows: QueryRows, session: StoredSession) -> list[E]:
         """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
@@ -159,7 +159,7 @@ class GetSession(ReadOperation, Generic[E]):
         attempt: Attempt,
         rows: QueryRows,
         session: StoredSession,
-        known: History | None,
+        cached: History | None,
         limit: int | None = None,
         after: int | None = None,
     ) -> tuple[list[E], int]:
@@ -167,15 +167,15 @@ class GetSession(ReadOperation, Generic[E]):
 
         *rows* has the last *limit* events, or all after those of *known*.
         """
-        first = known.revision if known else 0
+        first = cached.revision if cached else 0
         if limit is not None:
             first = max(0, session.row.revision - limit)
         sealed_rows.check_events(session, rows.events, first, session.row.revision - 1)
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
         link = NO_LINK if len(rows.events) == session.row.revision else None
-        if known:
-            link = known.link
+        if cached:
+            link = cached.link
         decoded, size, link = await _decoded(
             attempt, session, rows.events, link, self.decode, after, measures=self.caches
         )
@@ -184,7 +184,7 @@ class GetSession(ReadOperation, Generic[E]):
         return decoded, size
 
     async def _cached_history(
-        self, attempt: Attempt, rows: QueryRows, session: StoredSession, known: History | None
+        self, attempt: Attempt, rows: QueryRows, session: StoredSession, cached: History | None
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
@@ -192,20 +192,20 @@ class GetSession(ReadOperation, Generic[E]):
         tampered with, reading the whole session raises the error.
         """
         cache = attempt.cache.histories
-        if known is None:
+        if cached is None:
             if not 0 < session.row.revision == len(rows.events):
                 return await self.history(attempt, rows, session)
-        elif known.row != session.row.id or known.revision > session.row.revision:
+        elif cached.row != session.row.id or cached.revision > session.row.revision:
             raise _DoesNotFit
         try:
-            events, size = await self._decode_all(attempt, rows, session, known)
+            events, size = await self._decode_all(attempt, rows, session, cached)
         except DecryptionError as error:
-            if known is None or isinstance(error, UnknownKeyError):
+            if cached is None or isinstance(error, UnknownKeyError):
                 raise
             raise _DoesNotFit from None
-        known = known or History(session.row.id, NO_LINK, [], [])
+        cached = cached or History(session.row.id, NO_LINK, [], [])
         times = [row[EVENT_TIME] for row in rows.events]
-        history = known.extended(session.head, times, events, size)
+        history = cached.extended(session.head, times, events, size)
         cache.keep(session.row.tag, history)
         return history.part(self.limit, self.after)
 

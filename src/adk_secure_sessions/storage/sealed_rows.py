@@ -93,9 +93,9 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     changed.
     """
     cache = attempt.cache.users if type(row) is UserRow else attempt.cache.apps
-    seen, witness = cache.get(row.tag), rows.witnesses.get(row.tag)
-    if seen and seen.value.row == row and seen.witness == witness:
-        owner = seen.value
+    cached, witness = cache.get(row.tag), rows.witnesses.get(row.tag)
+    if cached and cached.value.row == row and cached.witness == witness:
+        owner = cached.value
     else:
         column, user_id = _column_of(row), ""
         with locating_errors(column.table.name, row.id):
@@ -105,7 +105,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
                 user_id, rest = records.split_id(rest)
             fields = records.split_owner(rest)
             _check_witness(attempt, rows, row.tag, row.tag, row.version, fields.link)
-            _reject_older(attempt, seen, row.id, row.version)
+            _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, fields.state, fields.link, fields.key_ids)
         attempt.call_after_commit(partial(attempt.cache.put_owner, witness, owner))
     attempt.keys.choose_current(row.tag, owner.key_ids)
@@ -181,18 +181,18 @@ def open_session_row(
     not if it needs a snapshot, which is never cached.
     """
     cache, witness = attempt.cache, rows.witnesses.get(row.tag)
-    seen = cache.sessions.get(row.tag)
-    known = seen.value if seen and seen.value.row == row and row.user_row == user.row.id else None
-    if known and rows.last_seqs.get(row.id) != row.revision - 1:
-        known = None
-    is_complete = known is not None and (known.snapshot is not None or not with_snapshot)
-    if known and seen and is_complete and seen.witness == witness:
-        return known
+    cached, unchanged = cache.sessions.get(row.tag), None
+    has_all_events = rows.last_seqs.get(row.id) == row.revision - 1
+    if cached and cached.value.row == row and row.user_row == user.row.id and has_all_events:
+        unchanged = cached.value
+    is_complete = unchanged is not None and (unchanged.snapshot is not None or not with_snapshot)
+    if unchanged and cached and is_complete and cached.witness == witness:
+        return unchanged
     session = _decrypt_session(attempt, rows, user, row, with_snapshot)
     with locating_errors(sessions.name, row.id):
         _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
-        _reject_older(attempt, seen, row.id, row.revision)
-    is_verified = not row.revision or bool(seen and known and seen.last_event_is_verified)
+        _reject_older(attempt, cached, row.id, row.revision)
+    is_verified = not row.revision or bool(cached and unchanged and cached.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
     attempt.call_after_commit(put)
     return session
@@ -452,15 +452,17 @@ def _check_witness(
         )
 
 
-def _reject_older(attempt: Attempt, seen: CachedRow[Any] | None, row_id: int, version: int) -> None:
+def _reject_older(
+    attempt: Attempt, cached: CachedRow[Any] | None, row_id: int, version: int
+) -> None:
     """Raise TamperedError if a higher version of the row was cached before the attempt began.
 
     During the attempt, another task may have changed the row after the attempt had read it.
     """
-    if seen is None or seen.sequence > attempt.sequence_at_start or seen.value.row.id != row_id:
+    if cached is None or cached.sequence > attempt.sequence_at_start:
         return
-    newest = seen.value.version
-    if version < newest:
+    newest = cached.value.version
+    if version < newest and cached.value.row.id == row_id:
         raise TamperedError(
             f"its version is {version}, and this process has read version {newest}: an older row "
             "was replayed; if the database was restored from a backup, restart the service",

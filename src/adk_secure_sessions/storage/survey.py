@@ -107,7 +107,7 @@ class Survey(NamedTuple):
     alien_tables: tuple[str, ...]
     adk_tables: bool
     is_used: bool
-    meta: dict[str, str]
+    meta_rows: dict[str, str]
     keyring: list[MasterKeyRow]
     keyring_rows: int = 0
     feature_tables: frozenset[str] = frozenset()
@@ -115,26 +115,26 @@ class Survey(NamedTuple):
     @property
     def table_set(self) -> TableSet | None:
         """The part that the database has; None if row `holds` has an unknown value."""
-        holds = self.meta.get(meta.HOLDS)
+        holds = self.meta_rows.get(meta.HOLDS)
         return next((one for one in TableSet if one.value == holds), None)
 
     @property
     def format_version(self) -> str | None:
         """The stored format version; None if the database is new."""
-        return self.meta.get(meta.FORMAT)
+        return self.meta_rows.get(meta.FORMAT)
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.meta or self.keyring or self.is_used)
+        return bool(self.meta_rows or self.keyring or self.is_used)
 
     @property
     def has_plaintext_records(self) -> bool:
-        return meta.PLAINTEXT in self.meta
+        return meta.PLAINTEXT in self.meta_rows
 
     @property
     def database_id(self) -> bytes | None:
         """The random id of the database; None if it is new, ValueError if it is malformed."""
-        text = self.meta.get(meta.DATABASE_ID)
+        text = self.meta_rows.get(meta.DATABASE_ID)
         if text is None:
             return None
         if not isinstance(text, str) or not _ID.fullmatch(text):
@@ -144,7 +144,7 @@ class Survey(NamedTuple):
     @property
     def feature_list(self) -> re.Match[str]:
         """The stored list of features, in the groups `names` and `mac`; or ConfigurationError."""
-        found = _FEATURES_FORM.fullmatch(str(self.meta.get(meta.FEATURES)))
+        found = _FEATURES_FORM.fullmatch(str(self.meta_rows.get(meta.FEATURES)))
         if found is None:
             raise ConfigurationError(
                 "the row `features` of secure_meta is missing or malformed: restore that table "
@@ -160,7 +160,7 @@ class Survey(NamedTuple):
     @property
     def separated_from(self) -> str | None:
         """The id of the original, in hexadecimal, if `separate` has not ended."""
-        found = SEPARATION_FORM.fullmatch(str(self.meta.get(meta.SEPARATION)))
+        found = SEPARATION_FORM.fullmatch(str(self.meta_rows.get(meta.SEPARATION)))
         return None if found is None else found["old"]
 
     def reject_new(self) -> None:
@@ -188,7 +188,7 @@ def take_survey(connection: sa.Connection, known: Collection[int] = ()) -> Surve
     """
     survey = _survey_once(connection, known)
     missing = (survey.table_set or TableSet.ALL).missing(survey)
-    is_whole = not missing if survey.meta else not survey.has_rows
+    is_whole = not missing if survey.meta_rows else not survey.has_rows
     # On a server, each query sees what was committed before it.  If another process created the
     # database meanwhile, `_survey_once` has seen only a part of the tables or of the rows.
     return survey if is_whole else _survey_once(connection, known)
@@ -284,7 +284,7 @@ async def survey_databases(
         key_survey = await survey_database(executors.key_tables, is_key_database=True, known=known)
     else:
         data = key_survey = await survey_database(executors.data, known=known)
-    ids_differ = data.meta.get(meta.DATABASE_ID) != key_survey.meta.get(meta.DATABASE_ID)
+    ids_differ = data.meta_rows.get(meta.DATABASE_ID) != key_survey.meta_rows.get(meta.DATABASE_ID)
     if ids_differ or _missing_feature_tables(data, key_survey):
         # After this survey of the data database, another process may have created it, `separate`
         # may have replaced the ids in both databases, or a process may have created a table and
@@ -304,9 +304,9 @@ async def survey_databases(
 def merged(data: Survey, key_survey: Survey) -> Survey:
     """Return the survey of the data database, but with the keyring and the features of *keys*."""
     names = (meta.DATABASE_ID, meta.FEATURES, meta.SEPARATION, meta.MIGRATION_MARK)
-    shared = {name: key_survey.meta[name] for name in names if name in key_survey.meta}
+    shared = {name: key_survey.meta_rows[name] for name in names if name in key_survey.meta_rows}
     rows, number = key_survey.keyring, key_survey.keyring_rows
-    return data._replace(keyring=rows, keyring_rows=number, meta=data.meta | shared)
+    return data._replace(keyring=rows, keyring_rows=number, meta_rows=data.meta_rows | shared)
 
 
 def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
@@ -399,7 +399,7 @@ def _check_table_set(survey: Survey, table_set: TableSet) -> None:
             "does not know: install the release that wrote it, or restore that table from a backup"
         )
     if survey.table_set is not table_set:
-        if meta.FEATURES in survey.meta:
+        if meta.FEATURES in survey.meta_rows:
             survey.reject_unfinished(FeatureName.MOVING)
         raise ConfigurationError(MISPLACED[table_set, survey.table_set])
 
@@ -417,7 +417,7 @@ def check_together(data: Survey, key_survey: Survey) -> None:
             "check the key database's URL, or restore it from a backup; without it the data is lost"
         )
     if data.database_id is not None and data.database_id != key_survey.database_id:
-        if key_survey.separated_from == data.meta[meta.DATABASE_ID]:
+        if key_survey.separated_from == data.meta_rows[meta.DATABASE_ID]:
             # `separate` stopped before it stored the new id in *data*.
             key_survey.reject_unfinished(FeatureName.SEPARATING)
         raise ConfigurationError(

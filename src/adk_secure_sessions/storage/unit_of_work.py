@@ -139,8 +139,8 @@ class HistoryCache(Lru[bytes, History]):
         """Cache *history*, unless more events of the session are cached: during a slow read,
         another task may have read later events.
         """
-        seen = self.get(tag)
-        if seen is None or seen.row != history.row or seen.revision < history.revision:
+        cached = self.get(tag)
+        if cached is None or cached.row != history.row or cached.revision < history.revision:
             self.put(tag, history, history.size)
 
 
@@ -177,11 +177,11 @@ class RowCache:
         None, that of the cached version is kept.
         """
         tag = value.row.tag
-        seen = kind.get(tag)
-        if seen and seen.value.row.id == value.row.id:
-            if seen.value.version > value.version:
+        cached = kind.get(tag)
+        if cached and cached.value.row.id == value.row.id:
+            if cached.value.version > value.version:
                 return
-            witness = witness or seen.witness
+            witness = witness or cached.witness
         kind.put(tag, CachedRow(witness, value, self.next_sequence(), is_verified))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
@@ -202,14 +202,14 @@ class RowCache:
 
     def set_last_event_verified(self, session: StoredSession) -> None:
         """Set `last_event_is_verified`, if the cached row equals `session.row`."""
-        seen = self.sessions.get(session.row.tag)
-        if seen and seen.value.row == session.row and not seen.last_event_is_verified:
-            self.sessions.put(session.row.tag, seen._replace(last_event_is_verified=True))
+        cached = self.sessions.get(session.row.tag)
+        if cached and cached.value.row == session.row and not cached.last_event_is_verified:
+            self.sessions.put(session.row.tag, cached._replace(last_event_is_verified=True))
 
     def verified_session(self, tag: bytes) -> StoredSession | None:
         """Return the cached session if its last event is verified, otherwise None."""
-        seen = self.sessions.get(tag)
-        return seen.value if seen and seen.last_event_is_verified else None
+        cached = self.sessions.get(tag)
+        return cached.value if cached and cached.last_event_is_verified else None
 
 
 # --- attempts -------------------------------------------------------------------------------------
@@ -584,49 +584,49 @@ class UnitOfWork:
 
         A data key that was tampered with raises DecryptionError when it is used.
         """
-        keys, tags = await self.key_cache(), list(owners)
+        key_cache, tags = await self.key_cache(), list(owners)
         rereads = 0
         while True:
-            seen, again = keys.keyring, rereads > 0
+            old, again = key_cache.keyring, rereads > 0
             rows = await self.read_data_keys(tags)
             staged = StagedKeys(
-                keys, keyring_was_reread=again, uses_cache=False, packing=self._packing
+                key_cache, keyring_was_reread=again, uses_cache=False, packing=self._packing
             )
             with suppress(StaleKeyring):
                 staged.load(rows.data_keys, rows.master_fingerprints)
                 if not staged.lacks_master or rereads > _REREADS:
                     return staged
-            await self.reread_keyring(keys, seen)
+            await self.reread_keyring(key_cache, old)
             rereads += 1
 
-    async def reread_keyring(self, key_cache: KeyCache, seen: Keyring) -> None:
-        """Read the keyring of *key_cache* again, unless another task has replaced *seen* since.
+    async def reread_keyring(self, key_cache: KeyCache, old: Keyring) -> None:
+        """Read the keyring of *key_cache* again, unless another task has replaced *old* since.
 
         After an error, calls within the next *keyring_pause* seconds raise the same error.  An
         operation passes the cache that it began with, which it continues to use after `close`.
         """
         async with self._locks.hold("keyring"):
-            if key_cache.keyring is not seen:
+            if key_cache.keyring is not old:
                 return
             if self._rejected is not None and time.monotonic() < self._retry_at:
                 raise self._rejected.with_traceback(None)
             self._rejected = None
-            seen.is_being_renewed = True
+            old.is_being_renewed = True
             try:
-                renewed = await repeated(lambda: self._open_keyring(seen))
+                renewed = await repeated(lambda: self._open_keyring(old))
             except SecureSessionError as error:
                 self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
             finally:
-                seen.is_being_renewed = False
+                old.is_being_renewed = False
             if renewed.pending:
-                paused = seen.pending and not seen.retry_is_due
+                paused = old.pending and not old.retry_is_due
                 again = time.monotonic() + self._keyring_pause
-                renewed.retry_at = seen.retry_at if paused else again
+                renewed.retry_at = old.retry_at if paused else again
             key_cache.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
             # object: a rotation would then miss the master key that it has just created.
-            if (opened := self._opened) is not None and opened.key_cache.keyring is seen:
+            if (opened := self._opened) is not None and opened.key_cache.keyring is old:
                 opened.key_cache.keyring = renewed
 
     async def _current(self) -> _OpenState:
@@ -684,16 +684,16 @@ class UnitOfWork:
         keys: StagedKeys,
         owner_tag: bytes,
         not_before: int,
-        seen: Keyring,
+        keyring: Keyring,
     ) -> DataKeyRow:
-        """Store a new data key of the owner in the key database; return its row.  *seen* is the
+        """Store a new data key of the owner in the key database; return its row.  *keyring* is the
         keyring with which the attempt began.
         """
         row = keys.new(owner_tag, not_before)
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
         if not await self.executors.key_tables.write(partial(apply_once, changes)):
-            await self.reread_keyring(key_cache, seen)
+            await self.reread_keyring(key_cache, keyring)
             raise Conflict
         return row
 

@@ -342,9 +342,9 @@ class CreateSession(Write[SessionWithStates]):
     expires_at: int = NEVER
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionWithStates]:
-        known = attempt.is_first and attempt.key_source is KeySource.CACHE
-        if known and not (self.app_delta or self.user_delta):
-            created = yield from self._create_for_known(attempt)
+        may_skip_read = attempt.is_first and attempt.key_source is KeySource.CACHE
+        if may_skip_read and not (self.app_delta or self.user_delta):
+            created = yield from self._create_from_cache(attempt)
             if created:
                 return created
         rows = yield from read_rows(attempt)
@@ -365,18 +365,18 @@ class CreateSession(Write[SessionWithStates]):
         yield from apply_changes([*owners.changes, row, *rest])
         return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
-    def _create_for_known(self, attempt: Attempt) -> Steps[SessionWithStates | None]:
+    def _create_from_cache(self, attempt: Attempt) -> Steps[SessionWithStates | None]:
         """Create the session without a read, from the cached rows of its app and its user; return
         None if one is not cached, or differs from the stored row.
         """
-        known = known_owners(attempt)
-        if known is None:
+        cached = cached_owners(attempt)
+        if cached is None:
             return None
-        session, rest = self._new_session(attempt, known.user.row.id)
-        columns = parameters(session.row) | known.columns
-        if not (yield Apply([Change(sql.INSERT_SESSION_OF_KNOWN, columns), *rest])):
+        session, rest = self._new_session(attempt, cached.user.row.id)
+        columns = parameters(session.row) | cached.columns
+        if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *rest])):
             return None
-        return SessionWithStates(session, known.user.user_id, known.app.state, known.user.state)
+        return SessionWithStates(session, cached.user.user_id, cached.app.state, cached.user.state)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
@@ -429,15 +429,15 @@ class NewSession(NamedTuple):
         return [*claim_user(attempt.identity.user_tag), witness, *self.rest]
 
 
-class KnownOwners(NamedTuple):
-    """The cached app and user, with *columns*, the parameters of INSERT_SESSION_OF_KNOWN."""
+class CachedOwners(NamedTuple):
+    """The cached app and user, with *columns*, the parameters of INSERT_SESSION_OF_CACHED."""
 
     app: Owner
     user: Owner
     columns: dict[str, object]
 
 
-def known_owners(attempt: Attempt) -> KnownOwners | None:
+def cached_owners(attempt: Attempt) -> CachedOwners | None:
     """Return the cached app and user, for whom a session can be created without a read, or None."""
     identity = attempt.identity
     app, user = attempt.cache.apps.get(identity.app_tag), attempt.cache.users.get(identity.user_tag)
@@ -452,7 +452,7 @@ def known_owners(attempt: Attempt) -> KnownOwners | None:
         | parameters(app.witness, "app_witness_")
         | parameters(user.witness, "user_witness_")
     )
-    return KnownOwners(app.value, user.value, columns)
+    return CachedOwners(app.value, user.value, columns)
 
 
 @dataclass(eq=False, repr=False)
@@ -474,8 +474,8 @@ class AppendEvent(Write[StoredSession]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
-        known = self._usable_without_read(attempt)
-        if known and (step := self._advance(attempt, known)):
+        cached = self._usable_without_read(attempt)
+        if cached and (step := self._advance(attempt, cached)):
             changes, updated = step
             if (yield Apply(changes)):
                 attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
@@ -505,10 +505,10 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta or event.user_delta or event.replaced:
             return None
         identity = attempt.identity
-        known = attempt.cache.verified_session(identity.session_tag)
-        if known is None or known.id_and_revision != self.expected or known.has_expired:
+        cached = attempt.cache.verified_session(identity.session_tag)
+        if cached is None or cached.id_and_revision != self.expected or cached.has_expired:
             return None
-        return known if attempt.keys.is_as_new_as(identity.user_tag, known.row.state) else None
+        return cached if attempt.keys.is_as_new_as(identity.user_tag, cached.row.state) else None
 
     def _advance(
         self, attempt: Attempt, session: StoredSession
@@ -597,10 +597,10 @@ class DeleteSession(Write[bool | None]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
-        known = attempt.cache.verified_session(tag) if attempt.is_first else None
-        if known and self.condition is None and attempt.key_source is KeySource.CACHE:
-            row = Change(sql.DELETE_KNOWN_SESSION, parameters(known.row, "at_"))
-            if (yield Apply([row, *_deletions(attempt, known)])):
+        cached = attempt.cache.verified_session(tag) if attempt.is_first else None
+        if cached and self.condition is None and attempt.key_source is KeySource.CACHE:
+            row = Change(sql.DELETE_CACHED_SESSION, parameters(cached.row, "at_"))
+            if (yield Apply([row, *_deletions(attempt, cached)])):
                 return True
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))

@@ -54,8 +54,8 @@ from adk_secure_sessions.storage.writes import (
     OwnerChanges,
     Write,
     apply_changes,
+    cached_owners,
     check_app_row,
-    known_owners,
     of_unchanged_user,
     read_rows,
     replacement,
@@ -273,7 +273,7 @@ class ImportSession(_Import[ImportStatus]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
         may_know = attempt.is_first and attempt.key_source is KeySource.CACHE and not self.replace
-        if may_know and (yield from self._import_for_known(attempt)):
+        if may_know and (yield from self._import_from_cache(attempt)):
             return ImportStatus.NEW
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, rows)
@@ -299,18 +299,18 @@ class ImportSession(_Import[ImportStatus]):
         yield from self._create(attempt, owners, app, user)
         return ImportStatus.NEW
 
-    def _import_for_known(self, attempt: Attempt) -> Steps[bool]:
+    def _import_from_cache(self, attempt: Attempt) -> Steps[bool]:
         """Import the session without a read, from the cached rows of its app and its user.
 
         If a row is not cached, or differs from the stored row, import nothing and return False.
         """
-        known = known_owners(attempt)
-        if known is None:
+        cached = cached_owners(attempt)
+        if cached is None:
             return False
-        new, row = self._new(attempt, known.user.row.id, ImportStatus.NEW)
-        columns = parameters(new.session.row) | known.columns
+        new, row = self._new(attempt, cached.user.row.id, ImportStatus.NEW)
+        columns = parameters(new.session.row) | cached.columns
         changes = [
-            Change(sql.IMPORT_SESSION_OF_KNOWN, columns),
+            Change(sql.IMPORT_SESSION_OF_CACHED, columns),
             *new.inserts(attempt),
             Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
