@@ -325,12 +325,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         # compare the exact times below.
         since = None if after is None else microseconds(after) - 1
         identity = await self._unit.identify(app_name, user_id, session_id)
-        found = await self._unit.run(
+        loaded = await self._unit.run(
             reads.GetSession(identity, events.decode, limit, since, self._caches_events)
         )
-        if found is None:
+        if loaded is None:
             return None
-        view, history = found
+        view, history = loaded
         if after is not None:
             history = [event for event in history if event.timestamp >= after]
             history = history if limit is None else history[-limit:]
@@ -373,12 +373,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         check_page(limit, order)
         identity = await self._unit.identify(app_name, user_id, session_id)
         position, newest = parse_event_position(after), order == "newest"
-        found = await self._unit.run(
+        page = await self._unit.run(
             reads.ListEvents(identity, events.decode, position, limit=limit, newest=newest)
         )
-        if found is None:
-            raise SessionNotFoundError("Session not found.")
-        return EventPage(found.items, event_position_text(found.next))
+        if page is None:
+            raise SessionNotFoundError("Session not page.")
+        return EventPage(page.items, event_position_text(page.next))
 
     async def iterate_events(
         self,
@@ -659,7 +659,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         time_us = microseconds(event.timestamp)
         marker = session._storage_update_marker
         if marker is None:
-            expected = await self._expected_of_unmarked(session)
+            expected = await self._version_of_unmarked(session)
         else:
             expected = _parse_marker(marker)
 
@@ -680,15 +680,15 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         except writes.StaleRevision:
             raise StaleSessionError(STALE) from None
 
-    async def _expected_of_unmarked(self, session: Session) -> SessionVersion:
+    async def _version_of_unmarked(self, session: Session) -> SessionVersion:
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
         identity = await self._unit.identify(session.app_name, session.user_id, session.id)
-        found = await self._unit.run(reads.GetSession(identity, events.decode, limit=1))
-        if found is None:
-            raise SessionNotFoundError("Session not found.")
-        view, last = found
+        loaded = await self._unit.run(reads.GetSession(identity, events.decode, limit=1))
+        if loaded is None:
+            raise SessionNotFoundError("Session not loaded.")
+        view, last = loaded
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
         # If the application converts a session object to JSON and back, the object loses its

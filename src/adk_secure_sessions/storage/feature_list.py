@@ -53,15 +53,15 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
     keyring.has_audit_table = audit_records.name in survey.feature_tables
     if FeatureName.SEPARATING not in survey.features:
         return
-    found = SEPARATION_FORM.fullmatch(str(survey.meta_rows.get(meta.SEPARATION)))
-    if found is None or not hmac.compare_digest(
-        keyring.index.mac("separation", keyring.database_id, found["text"]).hex(), found["mac"]
+    match = SEPARATION_FORM.fullmatch(str(survey.meta_rows.get(meta.SEPARATION)))
+    if match is None or not hmac.compare_digest(
+        keyring.index.mac("separation", keyring.database_id, match["text"]).hex(), match["mac"]
     ):
         raise WrongKeyError(
             "the row `separation` of secure_meta was tampered with: copy the database again"
         )
-    masters = frozenset(map(int, found["masters"].split()))
-    keyring.separation = Separation(bytes.fromhex(found["old"]), int(found["since"]), masters)
+    masters = frozenset(map(int, match["masters"].split()))
+    keyring.separation = Separation(bytes.fromhex(match["old"]), int(match["since"]), masters)
 
 
 def separation_rows(

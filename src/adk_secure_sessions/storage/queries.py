@@ -7,7 +7,7 @@ level: a UNION ALL of SELECTs with the same columns, of which the first is the k
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -274,6 +274,9 @@ def _listing_of_app() -> QueryForms:
     return _forms(*members, keys=(_KEYS[0], keys_of_users, _MASTERS))
 
 
+FoundBy = Literal["session", "user", "expiry"]  # see `page_of_sessions`
+
+
 @functools.cache
 def page_of_sessions(
     *,
@@ -281,7 +284,7 @@ def page_of_sessions(
     newest: bool,
     with_snapshots: bool,
     by_time: bool = False,
-    found_by: str | None = None,
+    found_by: FoundBy | None = None,
 ) -> QueryForms:
     """Return the forms of the query for a page of a listing: at most `limit` rows after a position.
 

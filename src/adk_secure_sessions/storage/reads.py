@@ -473,7 +473,7 @@ class ListPage(_Listing):
     Sessions of an app are sorted by the creation of their user first.
     """
 
-    found_by: str | None = None  # see `queries.page_of_sessions`
+    found_by: sql.FoundBy | None = None
 
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
         super().__init__(identity, of_app=of_app, skip=options.skip)

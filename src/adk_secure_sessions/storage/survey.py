@@ -144,13 +144,13 @@ class Survey(NamedTuple):
     @property
     def feature_list(self) -> re.Match[str]:
         """The stored list of features, in the groups `names` and `mac`; or ConfigurationError."""
-        found = _FEATURES_FORM.fullmatch(str(self.meta_rows.get(meta.FEATURES)))
-        if found is None:
+        match = _FEATURES_FORM.fullmatch(str(self.meta_rows.get(meta.FEATURES)))
+        if match is None:
             raise ConfigurationError(
                 "the row `features` of secure_meta is missing or malformed: restore that table "
                 "from a backup"
             )
-        return found
+        return match
 
     @property
     def features(self) -> frozenset[str]:
@@ -160,8 +160,8 @@ class Survey(NamedTuple):
     @property
     def separated_from(self) -> str | None:
         """The id of the original, in hexadecimal, if `separate` has not ended."""
-        found = SEPARATION_FORM.fullmatch(str(self.meta_rows.get(meta.SEPARATION)))
-        return None if found is None else found["old"]
+        match = SEPARATION_FORM.fullmatch(str(self.meta_rows.get(meta.SEPARATION)))
+        return None if match is None else match["old"]
 
     def reject_new(self) -> None:
         """Raise ConfigurationError if the database is new."""

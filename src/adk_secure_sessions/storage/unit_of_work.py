@@ -449,21 +449,23 @@ class UnitOfWork:
         return opened and identify(opened.key_cache.keyring.index, app_name, user_id, session_id)
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
-        """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `_run`.
+        """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `Retries`.
 
         If it finds that another process has erased a user whose rows are cached, empty all caches,
         which may contain more of the user.
         """
         opened = await self._current()
         try:
-            return await self._run(
+            return await self._run_with_retries(
                 operation, opened, Retries(writes=operation.writes, conflicts=conflicts)
             )
         finally:
             if opened.row_cache.lacks_user and self._opened is opened:
                 self.empty_caches()
 
-    async def _run(self, operation: StorageOperation[T], opened: _OpenState, retries: Retries) -> T:
+    async def _run_with_retries(
+        self, operation: StorageOperation[T], opened: _OpenState, retries: Retries
+    ) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
         identity, key_cache = operation.identity, opened.key_cache
         separate = self.executors.has_key_database
@@ -699,8 +701,8 @@ class UnitOfWork:
 
 
 def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
-    if (found := unit()) is not None:
-        found.empty_caches(expires)
+    if (alive := unit()) is not None:
+        alive.empty_caches(expires)
 
 
 def _cache_identity(opened: _OpenState, identity: Identity) -> None:

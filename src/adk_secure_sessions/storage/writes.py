@@ -414,8 +414,8 @@ class NewSession(NamedTuple):
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_keys:
-            found = index_rows.entries(attempt, "", load_state(state))
-            rest += index_rows.insertion(session.row.id, found)
+            entries = index_rows.entries(attempt, "", load_state(state))
+            rest += index_rows.insertion(session.row.id, entries)
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
@@ -474,9 +474,9 @@ class AppendEvent(Write[StoredSession]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
-        cached = self._usable_without_read(attempt)
-        if cached and (step := self._advance(attempt, cached)):
-            changes, updated = step
+        cached = self._cached_session(attempt)
+        if cached and (appended := self._append_to(attempt, cached)):
+            changes, updated = appended
             if (yield Apply(changes)):
                 attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
                 return updated
@@ -490,15 +490,15 @@ class AppendEvent(Write[StoredSession]):
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owners.app(app, event.app_delta)
         owners.user(user, user.app_row, event.user_delta, session.row)
-        step = self._advance(attempt, session)
-        assert step is not None, "its snapshot was read"
-        changes, updated = step
+        appended = self._append_to(attempt, session)
+        assert appended is not None, "its snapshot was read"
+        changes, updated = appended
         if event.replaced:
             changes += yield from self._replacements(attempt, session)
         yield from apply_changes(changes + owners.changes)
         return updated
 
-    def _usable_without_read(self, attempt: Attempt) -> StoredSession | None:
+    def _cached_session(self, attempt: Attempt) -> StoredSession | None:
         event = self.event
         if not attempt.is_first or attempt.key_source is not KeySource.CACHE:
             return None
@@ -510,7 +510,7 @@ class AppendEvent(Write[StoredSession]):
             return None
         return cached if attempt.keys.is_as_new_as(identity.user_tag, cached.row.state) else None
 
-    def _advance(
+    def _append_to(
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[Changes, StoredSession] | None:
         """Return the changes that append the event to *session*, and the updated session; None if a

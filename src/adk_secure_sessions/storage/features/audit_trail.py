@@ -289,8 +289,8 @@ class AuditTrail(KeyMaterial):
 
 
 def _call_if_alive(method: "WeakMethod[Callable[[], Any]]") -> None:
-    if (found := method()) is not None:
-        found()
+    if (alive := method()) is not None:
+        alive()
 
 
 def _log_head(chain: _Chain) -> None:

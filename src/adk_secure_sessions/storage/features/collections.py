@@ -110,9 +110,9 @@ class Collections:
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
         identity = await self._unit.identify(app_name, user_id)
-        found = await self._unit.run(ListCollections(identity))
+        stored = await self._unit.run(ListCollections(identity))
         return [
-            Collection(one.session_id, one.id_and_revision) for one in found if one.row.revision
+            Collection(one.session_id, one.id_and_revision) for one in stored if one.row.revision
         ]
 
     async def get(
@@ -124,8 +124,8 @@ class Collections:
         had stored the collection and before it could append an item.
         """
         identity = await self._unit.identify(app_name, user_id, name, True)
-        found = await self._read(identity, limit)
-        return found if found and found.size else None
+        collection = await self._read(identity, limit)
+        return collection if collection and collection.size else None
 
     async def append(
         self,
@@ -160,10 +160,10 @@ class Collections:
             plaintext = item if isinstance(item, bytes) else b""
             if after is None:
                 limit = 0 if isinstance(item, bytes) else 1
-                found = await self._position(app_name, user_id, name, limit)
-                after = found.version
+                collection = await self._position(app_name, user_id, name, limit)
+                after = collection.version
                 if not isinstance(item, bytes):
-                    plaintext = item(found)
+                    plaintext = item(collection)
             new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
             try:
                 append = AppendEvent(identity, after, new)
@@ -191,18 +191,18 @@ class Collections:
         return bool(await self._unit.run(DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
-        found = await self._unit.run(GetSession(identity, _item, limit))
-        if found is None:
+        loaded = await self._unit.run(GetSession(identity, _item, limit))
+        if loaded is None:
             return None
-        view, items = found
+        view, items = loaded
         return Collection(identity.session_id, view.session.id_and_revision, tuple(items))
 
     async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
         """Return the collection and its last *limit* items; create a missing collection."""
         identity = await self._unit.identify(app_name, user_id, name, True)
         while True:
-            if (found := await self._read(identity, limit)) is not None:
-                return found
+            if (collection := await self._read(identity, limit)) is not None:
+                return collection
             try:
                 now = time.time_ns() // 1000
                 created = await self._unit.run(CreateSession(identity, {}, {}, b"{}", now))

@@ -90,10 +90,10 @@ class Expiry:
             return
         now = time.time_ns() // 1000
         rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
-        found = [one for (name,) in set(rows) for one in await self._expired(name, now)]
-        for app_name, view in found[:_AT_ONCE]:
+        expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
+        for app_name, view in expired[:_AT_ONCE]:
             await delete(app_name, view.user_id, view.session.session_id)
-        if rows and not found:
+        if rows and not expired:
             self._paused_until = time.monotonic() + _PAUSE
 
     async def _expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:

@@ -604,18 +604,19 @@ class Imports:
         if not await self.feature.is_added():
             return {}
         macs, wanted = await self._macs(), list(ids)
-        index, found = macs.keyring.index, dict[K, Imported]()
+        index, imported = macs.keyring.index, dict[K, Imported]()
         tags_of: list[Callable[..., bytes]] = [index.app, index.user, index.session]
         for number, (table, tag_of) in enumerate(
             zip((apps, users, sessions), tags_of, strict=True), 1
         ):
             tags = {one: tag_of(*one) for one in wanted if len(one) == number}
-            found |= await self._imported(table, macs, tags)
+            imported |= await self._imported(table, macs, tags)
         of_users = {one: index.user(*one[:2]) for one in wanted if len(one) == 3}
         for one, of_user in (await self._imported(users, macs, of_users)).items():
             if of_user.row.is_tombstone:
-                found[one] = of_user._replace(stored=found[one].stored if one in found else None)
-        return found
+                stored = imported[one].stored if one in imported else None
+                imported[one] = of_user._replace(stored=stored)
+        return imported
 
     async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
         """Store a tombstone of the session or, if *session_id* is None, of all that the user has.

@@ -153,28 +153,28 @@ def entries(
     """
     index, app_name = attempt.keys.keyring.index, attempt.identity.app_name
     keys = attempt.keys.keyring.indexed_keys if keys is None else keys
-    found: Entries = {}
+    value_tags: Entries = {}
     if keys and not attempt.identity.is_collection:
         for name, value in state.items():
             key = prefix + name
             if (tag := index.state_key(app_name, key)) in keys:
-                found[tag] = index.state_value(app_name, key, canonical(value))
-    return found
+                value_tags[tag] = index.state_value(app_name, key, canonical(value))
+    return value_tags
 
 
-def insertion(row_id: int, found: Entries) -> list[Change]:
+def insertion(row_id: int, value_tags: Entries) -> list[Change]:
     """Return the changes that store the rows of a new session or user."""
-    rows = [IndexedRow(row_id, *entry)._asdict() for entry in found.items()]
+    rows = [IndexedRow(row_id, *entry)._asdict() for entry in value_tags.items()]
     return [Change(sql.INSERT_INDEXED, {}, must_match_row=False, rows=rows)] if rows else []
 
 
-def update(row_id: int, found: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
+def update(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
     """Return the changes that insert or update these rows, and delete those of the keys *removed*.
 
     A change of the same transaction must lock the row of the session or the user.
     """
     changes = []
-    for key_tag, value_tag in found.items():
+    for key_tag, value_tag in value_tags.items():
         at = {"at_id": row_id, "at_key": key_tag, "value_tag": value_tag}
         changes.append(Change(sql.UPDATE_INDEXED, at, must_match_row=False))
         row = IndexedRow(row_id, key_tag, value_tag)._asdict()
