@@ -96,18 +96,18 @@ class Result:
         """Yield a line for each listed row, and then those of the counters."""
         for name, totals in self._declared("totals"):
             rows: tuple[Any, ...] = getattr(self, name)
-            yield from (one.line for one in rows)
+            yield from (row.line for row in rows)
             more = sum(map(self._number, totals)) - len(rows)
             if totals and more > 0:
                 yield f"and {more:,} more"
         declared = self._declared("of")
-        for (words, changes), group in groupby(declared, lambda one: one[1].heading):
-            found = [(self._number(name), one) for name, one in group]
-            found = [(number, one) for number, one in found if number or one.always]
+        for (words, changes), group in groupby(declared, lambda named: named[1].heading):
+            found = [(self._number(name), counter) for name, counter in group]
+            found = [(number, counter) for number, counter in found if number or counter.always]
             if found:
                 would = "would be " if changes and dry_run else ""
-                numbers = ", ".join(counted(number, one.noun) for number, one in found)
-                hints = "".join(f"; {one.hint}" for _, one in found if one.hint)
+                numbers = ", ".join(counted(number, counter.noun) for number, counter in found)
+                hints = "".join(f"; {counter.hint}" for _, counter in found if counter.hint)
                 yield f"{would}{words}: {numbers}{hints}"
         if self.success_line and self.succeeded:
             yield self.success_line
@@ -117,9 +117,9 @@ class Result:
         return len(value) if isinstance(value, tuple) else value or 0
 
     def _declared(self, kind: str) -> Iterator[tuple[str, Any]]:
-        for one in fields(self):  # type: ignore[arg-type]
-            if kind in one.metadata:
-                yield one.name, one.metadata[kind]
+        for attribute in fields(self):  # type: ignore[arg-type]
+            if kind in attribute.metadata:
+                yield attribute.name, attribute.metadata[kind]
 
 
 def counted(number: int, noun: str) -> str:

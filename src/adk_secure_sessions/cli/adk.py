@@ -178,7 +178,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
     _hide_ids_in_logs()
     uris = [plaintext_guard.uri_of(kind, arguments) for kind in plaintext_guard.SERVICES]
     ours = [uri for uri in uris if uri and uri.partition("://")[0].lower() in adk.SCHEMES]
-    for service in {id(one): one for one in map(adk.session_service, ours)}.values():
+    for service in {id(service): service for service in map(adk.session_service, ours)}.values():
         asyncio.run(_open(service))
     if "traces" not in allowed:
         _ignore_trace_variables()

@@ -74,8 +74,8 @@ def doctor(
         found += [*on, *plaintext_places.in_files(agents_dir)]
         for agent in agents.values():
             found += plaintext_places.in_plugins(agent)
-    leaks = [one for one in dict.fromkeys(found) if one.name not in allow]
-    notes = [one for one in notes if one.name not in allow]
+    leaks = [place for place in dict.fromkeys(found) if place.name not in allow]
+    notes = [place for place in notes if place.name not in allow]
     result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}
     print_result(result, _lines(stores, leaks, notes, len(agents)))
     sys.exit(1 if leaks else 0)
@@ -86,11 +86,11 @@ def _lines(
 ) -> Iterator[str]:
     yield from table(stores)
     for mark, found in (("", leaks), ("note, only if your own code exports traces: ", notes)):
-        for one in found:
-            yield f"{mark}{one.name}: {one.where}"
-            yield f"  {one.remedy.replace('`', '')}"
+        for place in found:
+            yield f"{mark}{place.name}: {place.where}"
+            yield f"  {place.remedy.replace('`', '')}"
     if leaks:
-        places = len({one.name for one in leaks})
+        places = len({leak.name for leak in leaks})
         yield f"google-adk writes plaintext in {counted(places, 'place')}"
     else:
         yield f"{counted(agents, 'agent')}: no plaintext outside the services was found"

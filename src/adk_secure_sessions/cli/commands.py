@@ -197,8 +197,13 @@ def lookup(db: Database, **ids: Any) -> None:
     """
     found = run(db, maintenance.lookup, resume_hint=None, **ids)
     rows = [
-        (one.kind, one.table, "no row" if one.row is None else f"row {one.row}", f"tag {one.tag}")
-        for one in found
+        (
+            location.kind,
+            location.table,
+            "no row" if location.row is None else f"row {location.row}",
+            f"tag {location.tag}",
+        )
+        for location in found
     ]
     print_result({"rows": found}, table(rows))
 
@@ -236,14 +241,14 @@ def inspect(db: Database, **options: Any) -> None:
     found = run(db, maintenance.record_headers, resume_hint=None, **options)
     rows = [
         (
-            f"row {one.row}",
-            one.column,
-            backend_name(one.backend_id) if one.root_key_id is None else "wrapped",
-            f"by {one.key_id if one.root_key_id is None else one.root_key_id}",
-            f"{one.length} bytes",
-            *([one.kind] if one.kind else []),
+            f"row {header.row}",
+            header.column,
+            backend_name(header.backend_id) if header.root_key_id is None else "wrapped",
+            f"by {header.key_id if header.root_key_id is None else header.root_key_id}",
+            f"{header.length} bytes",
+            *([header.kind] if header.kind else []),
         )
-        for one in found
+        for header in found
     ]
     print_result({"rows": found}, table(rows) if rows else ["no such row"])
 

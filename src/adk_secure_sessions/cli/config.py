@@ -57,7 +57,7 @@ def _problem(name: str, value: object) -> str | None:
         return f"there is no setting {name!r}; there are {', '.join(SETTINGS)}"
     fits = {
         _TEXT: isinstance(value, str),
-        _TEXTS: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        _TEXTS: isinstance(value, list) and all(isinstance(text, str) for text in value),
         _NUMBER: isinstance(value, int | float) and not isinstance(value, bool),
     }
     if not fits[kind]:

@@ -62,7 +62,7 @@ class Run:
 
     def _bad(self) -> int:
         found = self.result.values() if isinstance(self.result, dict) else [self.result]
-        return sum(getattr(one, "bad", 0) for one in found)
+        return sum(getattr(result, "bad", 0) for result in found)
 
     def _last_success(self) -> float:
         """Return when the command last succeeded, as the file says; 0 if it does not say it."""
@@ -78,8 +78,8 @@ class Run:
     def _key_ages(self) -> Iterator[tuple[str, float]]:
         """Yield the labels and the age of each master key that `status` has found."""
         if isinstance(self.result, maintenance.Status):
-            for one in self.result.masters:
-                yield f',purpose="{_escaped(one.purpose)}",key="{_escaped(one.id)}"', one.age
+            for key in self.result.masters:
+                yield f',purpose="{_escaped(key.purpose)}",key="{_escaped(key.id)}"', key.age
 
 
 def to_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:

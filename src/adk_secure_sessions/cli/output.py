@@ -21,7 +21,7 @@ from adk_secure_sessions.results import counted as counted
 
 # The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
 _LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
-_NAMES = {one.backend_id: one.name for one in (AesGcmBackend, FernetBackend, NoOpBackend)}
+_NAMES = {kind.backend_id: kind.name for kind in (AesGcmBackend, FernetBackend, NoOpBackend)}
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
@@ -82,18 +82,18 @@ def print_result(
     else:
         for line in chain(_lines(first + others), notes):
             click.echo(without_controls(line), err=err)
-    if not all(one.succeeded for one in first + others):
+    if not all(part.succeeded for part in first + others):
         sys.exit(1)
 
 
 def _results_in(result: object) -> list[Result]:
     found = result.values() if isinstance(result, dict) else [result]
-    return [one for one in found if isinstance(one, Result)]
+    return [part for part in found if isinstance(part, Result)]
 
 
 def _lines(results: Iterable[Result]) -> Iterator[str]:
-    for one in results:
-        yield from one.lines(bool(option_value("dry_run")))
+    for result in results:
+        yield from result.lines(bool(option_value("dry_run")))
 
 
 def without_controls(text: str) -> str:

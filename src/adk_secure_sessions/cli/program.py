@@ -60,16 +60,16 @@ class Command(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
-        if not any(isinstance(one, Common) for one in params):
+        if not any(isinstance(param, Common) for param in params):
             return params
         return [*params, _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
         common: list[tuple[str, str]] = []
-        for one in self.get_params(ctx):
-            if (record := one.get_help_record(ctx)) is not None:
-                (common if isinstance(one, Common) else own).append(record)
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                (common if isinstance(param, Common) else own).append(record)
         with formatter.section("Options"):
             formatter.write_dl(own)
         if common and ctx.meta.get(_ALL):
@@ -82,10 +82,10 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(list(args))
-        for one in given:
-            is_single = isinstance(one, click.Option) and not (one.multiple or one.is_flag)
-            if is_single and given.count(one) > 1:
-                raise click.UsageError(f"{one.opts[0]} is given more than once", ctx)
+        for param in given:
+            is_single = isinstance(param, click.Option) and not (param.multiple or param.is_flag)
+            if is_single and given.count(param) > 1:
+                raise click.UsageError(f"{param.opts[0]} is given more than once", ctx)
         return super().parse_args(ctx, args)
 
 

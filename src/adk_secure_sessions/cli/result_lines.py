@@ -32,22 +32,22 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
     yield from table(
         [
             (
-                one.purpose,
-                one.id,
-                f"under {one.root_key_id}",
-                f"of {utc_text(one.created_at, '%Y-%m-%d')}",
-                _age(one.age),
-                unwraps[one.unwraps],
+                master.purpose,
+                master.id,
+                f"under {master.root_key_id}",
+                f"of {utc_text(master.created_at, '%Y-%m-%d')}",
+                _age(master.age),
+                unwraps[master.unwraps],
             )
-            for one in found.masters
+            for master in found.masters
         ],
         _INDENT,
     )
     yield "data keys"
     yield from table(
         [
-            (backend_name(one.backend_id), f"under master key {one.master_id}", one.keys)
-            for one in found.data_keys
+            (backend_name(count.backend_id), f"under master key {count.master_id}", count.keys)
+            for count in found.data_keys
         ],
         _INDENT,
     )
@@ -55,18 +55,18 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
         spare = counted(found.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
     yield "rows"
-    rotated = any(one.rotation == "data" and one.done is not None for one in found.unfinished)
+    rotated = any(run.rotation == "data" and run.done is not None for run in found.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
     yield from table(
         [
             (
-                one.table,
-                backend_name(one.backend_id),
-                one.rows,
-                f"{one.newest} {under}",
-                f"{100 * one.newest // max(one.rows, 1)}%",  # rounded down: 100% means all rows
+                count.table,
+                backend_name(count.backend_id),
+                count.rows,
+                f"{count.newest} {under}",
+                f"{100 * count.newest // max(count.rows, 1)}%",  # rounded down: 100% means all rows
             )
-            for one in found.records
+            for count in found.records
         ],
         _INDENT,
     )
@@ -97,7 +97,7 @@ def rotation_notes(
             "next: restore these blobs from a backup of the store, or delete their artifacts, then "
             "run this again"
         )
-    elif result.problems and all(one.reason is Reason.UNKNOWN_BACKEND for one in result.problems):
+    elif result.problems and all(row.reason is Reason.UNKNOWN_BACKEND for row in result.problems):
         yield "next: run this again with --also-backend, for the backend that encrypted these rows"
     elif result.bad:
         yield (
@@ -115,7 +115,7 @@ def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
 
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
     # key, a rotation may not help.
-    tables = {one.table for one in result.examples if one.references}
+    tables = {key.table for key in result.examples if key.references}
     if data_keys.name in tables:
         yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
     if keyring.name in tables:

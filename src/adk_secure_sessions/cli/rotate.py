@@ -131,9 +131,9 @@ def _rotate(
     retirement = None
     with opened(db, resume_hint=f"{AGAIN}{without}") as call:
         if not restart:
-            for one in call(maintenance.unfinished_rotations(db)):
-                if one.rotation == name:
-                    _announce(one, dry_run=dry_run, yes=yes)
+            for unfinished in call(maintenance.unfinished_rotations(db)):
+                if unfinished.rotation == name:
+                    _announce(unfinished, dry_run=dry_run, yes=yes)
         with progress(f"rotate {name}") as report:
             options = {"progress": report, "rows_per_second": rows_per_second}
             result = call(work(db, dry_run=dry_run, restart=restart, **options))

@@ -172,7 +172,7 @@ async def export_audit(
     Raises:
         ConfigurationError: The database has no audit trail, or a time has no time zone.
     """
-    if any(one is not None and one.tzinfo is None for one in (since, until)):
+    if any(moment is not None and moment.tzinfo is None for moment in (since, until)):
         raise ConfigurationError("since and until must have a time zone")
     first = 0 if since is None else of_datetime(since)
     end = _LARGEST if until is None else of_datetime(until)
@@ -233,12 +233,12 @@ async def purge_audit(
         elif end is not None:
             due.append((chain, end))
     batches = [due[at : at + _CHAINS_AT_ONCE] for at in range(0, len(due), _CHAINS_AT_ONCE)]
-    for some in batches:
-        if dry_run or await _delete(db, some):
-            result.chains += len(some)
-            result.records += sum(end.number + 1 for _, end in some)
-        elif len(some) > 1:
-            batches += [[one] for one in some]  # only one of them may have changed
+    for batch in batches:
+        if dry_run or await _delete(db, batch):
+            result.chains += len(batch)
+            result.records += sum(end.number + 1 for _, end in batch)
+        elif len(batch) > 1:
+            batches += [[one] for one in batch]  # only one of them may have changed
         else:
             result.kept += 1
     trail.meter.finish()
@@ -353,9 +353,9 @@ class _Trail:
     def _note_purged(self, fields: dict[str, Any]) -> None:
         if fields.get("event") == _PURGED:
             self.purge_records += 1
-            for one in fields["chains"]:
-                end = _LastRecord(one["number"], bytes.fromhex(one["head"]))
-                self.purged_heads[bytes.fromhex(one["chain"])] = end
+            for purged in fields["chains"]:
+                end = _LastRecord(purged["number"], bytes.fromhex(purged["head"]))
+                self.purged_heads[bytes.fromhex(purged["chain"])] = end
 
 
 async def _open_trail(

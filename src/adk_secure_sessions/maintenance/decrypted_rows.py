@@ -172,7 +172,7 @@ async def read_owner_with_tag(
 
 async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
     found = await _decrypt_all(db, rows)
-    if not any(isinstance(one.ids_or_error, Exception) for one in found):
+    if not any(isinstance(session.ids_or_error, Exception) for session in found):
         return found
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
@@ -271,12 +271,12 @@ async def records_of_sessions(
     async for page in sessions_of(db, user_row):
         opened: dict[int, Sequence[str]] = {}
         records: list[EncryptedRecord] = []
-        for one in page:
+        for session in page:
             try:
-                opened[one.id] = one.require_ids()[:3]
-                records.append(EncryptedRecord(_SESSIONS, one.columns, opened[one.id]))
+                opened[session.id] = session.require_ids()[:3]
+                records.append(EncryptedRecord(_SESSIONS, session.columns, opened[session.id]))
             except UNREADABLE as error:
-                problems.add_error(error, sessions.name, one.id)
+                problems.add_error(error, sessions.name, session.id)
         tags = [record.row.tag for record in records]
         yield records + await _witnesses(db, (app_name,), tags)
         if not records:
@@ -287,7 +287,7 @@ async def records_of_sessions(
         for column in (_SNAPSHOTS, _EVENTS):
             query = _keys_not_under_header(column)
             async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
-                known = [one for one in sized if one[0][0] in opened]
+                known = [pair for pair in sized if pair[0][0] in opened]
                 for group in grouped(known, itemgetter(1), _RECORDS, _BYTES):
                     keys = [key for key, _ in group]
                     rows: list[Any] = await rows_with_keys(db, column, keys)

@@ -183,7 +183,9 @@ async def _commit(
     await change(work)
     # If the connection was lost during COMMIT, the attempt may have been committed.  In that
     # case, the next attempt found no rows.  So return the latest attempt that deleted rows.
-    return next((one for one in reversed(attempts) if one.counts.total()), attempts[-1])
+    return next(
+        (deletion for deletion in reversed(attempts) if deletion.counts.total()), attempts[-1]
+    )
 
 
 @dataclass

@@ -40,7 +40,9 @@ async def init(db: Database) -> Initialisation:
     await repeated(opening)
     after = await _surveys(db)
     made = [old.missing_tables - new.missing_tables for old, new in zip(before, after, strict=True)]
-    names = [one.name for tables in made for one in metadata.sorted_tables if one.name in tables]
+    names = [
+        table.name for tables in made for table in metadata.sorted_tables if table.name in tables
+    ]
     known = {row.id for row in before[0].keyring}
     masters = [row.id for row in after[0].keyring if row.id not in known]
     return Initialisation(tuple(names), tuple(masters))

@@ -68,7 +68,7 @@ class RecordHeader(NamedTuple):
 
 _RECORDS: dict[str, sa.Column[Any]] = {
     column.table.name: column
-    for column in (keyring.c.wrapped, data_keys.c.wrapped, *(one.value for one in SEALED))
+    for column in (keyring.c.wrapped, data_keys.c.wrapped, *(column.value for column in SEALED))
 }
 TABLES = tuple(_RECORDS)
 
@@ -162,11 +162,11 @@ def rows_with_tag(table: sa.Table) -> sa.Select[Any]:
 
 
 @functools.cache
-def _headers(column: sa.Column[Any], one: bool) -> sa.Select[Any]:
+def _headers(column: sa.Column[Any], of_one_row: bool) -> sa.Select[Any]:
     table = column.table
     key = list(table.primary_key.columns)
     more = {keyring: keyring.c.root_key_id, sessions: sessions.c.base_revision}.get(table, key[0])
     query = sa.select(sa.func.length(column), header_of(column), more, *key).order_by(*key)
-    if one:
+    if of_one_row:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
     return first_rows(query, sa.bindparam("limit", type_=sa.BigInteger))

@@ -164,7 +164,9 @@ class _Move:
         copy = await _fingerprint(self._target)
         if source.keyring and await _fingerprint(self._source) != copy:
             raise ConfigurationError(_IN_USE)
-        tables = [one for one in (keyring, data_keys) if one.name not in source.missing_tables]
+        tables = [
+            table for table in (keyring, data_keys) if table.name not in source.missing_tables
+        ]
         if source.format_version is not None:
             await self._source.change(partial(self._delete, tables, copy))
         obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
@@ -391,7 +393,7 @@ async def _fingerprint(place: _Place) -> tuple[int, int, str]:
     async for keys in pages(place.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
         for row in keys:
             numbers = (row.id, row.generation, row.backend_id, row.created_at)
-            are_sound = all(isinstance(one, int) and 0 <= one < 2**63 for one in numbers)
+            are_sound = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)
             if not (are_sound and isinstance(row.owner, bytes) and isinstance(row.wrapped, bytes)):
                 detail = "it is malformed and was not moved: restore it from a backup, or delete it"
                 raise TamperedError(detail, Reason.MALFORMED, data_keys.name, row.id)

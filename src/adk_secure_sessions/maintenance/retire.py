@@ -167,13 +167,13 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
     unknown, so the session may need any data key.
     """
     async for page in sessions_with_ids(db):
-        for one in page:
-            if isinstance(one.ids_or_error, Exception):
+        for session in page:
+            if isinstance(session.ids_or_error, Exception):
                 detail = (
                     "it cannot be decrypted, and may need any key: restore it, or delete it; "
                     "`verify` lists all such rows"
                 )
-                raise TamperedError(detail, Reason.MISMATCH, sessions.name, one.id)
+                raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
         await limit.advance(len(page))
 
 
@@ -232,8 +232,8 @@ async def _decrypt_owner(
     _, checked, headers = found
     if checked.is_user:
         async for page in sessions_of(db, checked.row.id):
-            for one in page:
-                identity = await db.unit.identify(*one.require_ids())
+            for session in page:
+                identity = await db.unit.identify(*session.require_ids())
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
                 await db.unit.run(check)

@@ -282,8 +282,9 @@ class DataRotationRun(Rotation):
         left: Counter[str] = Counter()
         masters = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, masters)
-        for one in counts:
-            left[one.table] += one.rows - (one.newest if one.backend_id == writer else 0)
+        for records in counts:
+            newest = records.newest if records.backend_id == writer else 0
+            left[records.table] += records.rows - newest
         self.result.left_in = tuple((+left).items())
         return left.total()
 

@@ -180,7 +180,7 @@ class _MasterRotationRun(Rotation):
                 f"master key {self.result.master_id} was retired meanwhile: {OVERLAPPED}"
             )
         counts = await count_data_keys(self._db, Meter(None, 0, None))
-        return sum(one.keys for one in counts if one.master_id != self.result.master_id)
+        return sum(count.keys for count in counts if count.master_id != self.result.master_id)
 
 
 def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:

@@ -139,7 +139,7 @@ class Rotation(ABC):
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
             index = (await self._db.keyring()).index
-            own = [one for one in unfinished(stored, index) if one.rotation == self._name]
+            own = [run for run in unfinished(stored, index) if run.rotation == self._name]
             if own:
                 self.result.since, self.result.resumed = own[0].since, True
                 if self.result.since is None or not own[0].genuine:

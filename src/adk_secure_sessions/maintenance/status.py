@@ -155,7 +155,7 @@ class Status(Result):
         if self.migration is not None:
             checks.append(self.migration.genuine)
         tampered = self.state_index is not None and self.state_index.tampered
-        return not (False in checks or tampered or any(one.age < 0 for one in self.masters))
+        return not (False in checks or tampered or any(master.age < 0 for master in self.masters))
 
 
 @unstored_command
@@ -177,7 +177,7 @@ async def status(
     total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
-    begun = {one.rotation: one.since for one in rotations if one.genuine is not False}
+    begun = {run.rotation: run.since for run in rotations if run.genuine is not False}
     records, spare_keys = await count_records(db, meter, begun.get("data") or 0)
     meter.finish()
     return Status(
@@ -186,7 +186,7 @@ async def status(
         tuple(masters),
         keys,
         records,
-        tuple(_progress(one, masters, keys, records) for one in rotations),
+        tuple(_progress(run, masters, keys, records) for run in rotations),
         await _migration(db, survey),
         await _state_index(db, survey),
         await _audit_trail(db, survey),
@@ -253,21 +253,21 @@ async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
 
 
 def _progress(
-    one: UnfinishedRotation,
+    run: UnfinishedRotation,
     masters: list[MasterKey],
     keys: tuple[DataKeyCount, ...],
     records: tuple[RecordCount, ...],
 ) -> UnfinishedRotation:
-    if one.since is None or one.genuine is False:
-        return one
-    if one.rotation == "master":
-        new = {row.id for row in masters if row.purpose == DATA and row.created_at >= one.since}
+    if run.since is None or run.genuine is False:
+        return run
+    if run.rotation == "master":
+        new = {row.id for row in masters if row.purpose == DATA and row.created_at >= run.since}
         replaced = sum(count.keys for count in keys if count.master_id in new)
         total = sum(count.keys for count in keys)
     else:
         replaced = sum(count.newest for count in records)
         total = sum(count.rows for count in records)
-    return one._replace(done=replaced, total=total)
+    return run._replace(done=replaced, total=total)
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:

@@ -93,7 +93,7 @@ _SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 
 # Joins `events` to `sessions`.  The database compares the ids, because the collation of MySQL may
 # ignore case.  Python would then not find the session of an event whose ids have another case.
-_OF_SESSION = sa.and_(*(one == id_ for one, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
+_OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
 
 # The names of the last row that was listed.
 After = tuple[str, ...]
@@ -189,7 +189,8 @@ class AdkQueries:
         found, position = self._sessions(
             connection, self._within(selection), after, PAGE, self._size(_s.c.state), size
         )
-        return [(one, int(size) + int(row.state or 0)) for one, row, size in found], position
+        sized = [(session, int(size) + int(row.state or 0)) for session, row, size in found]
+        return sized, position
 
     def _sessions(
         self,
@@ -266,7 +267,9 @@ class AdkQueries:
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
         # MySQL may find rows whose names differ from *names*, for example in case.
-        rows = [(one, row) for one, row, _ in found if one[: len(names)] == tuple(names)]
+        rows = [
+            (session, row) for session, row, _ in found if session[: len(names)] == tuple(names)
+        ]
         return rows, position
 
     def state(self, connection: sa.Connection, table: sa.Table, names: Sequence[str]) -> Any:
@@ -351,11 +354,11 @@ class AdkQueries:
         if not self._is_mysql:
             return []
         pairs = list(zip(_SESSION_KEY, table.primary_key, strict=False))
-        spelled = [one for one, _ in pairs]
+        spelled = [column for column, _ in pairs]
         query = (
             sa.select(*map(sa.func.min, spelled), sa.func.min(table.c.state))
-            .join_from(_s, table, sa.and_(*(one == other for one, other in pairs)))
-            .where(sa.or_(*(sa.func.hex(one) != sa.func.hex(other) for one, other in pairs)))
+            .join_from(_s, table, sa.and_(*(column == other for column, other in pairs)))
+            .where(sa.or_(*(sa.func.hex(column) != sa.func.hex(other) for column, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
         rows = connection.execute(query.where(*_of_app(_s, selection)))

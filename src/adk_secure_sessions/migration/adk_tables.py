@@ -124,14 +124,14 @@ class AdkTables(Source):
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         queries = await self.queries()
         async for page in self._pages(partial(queries.page, selection=selection)):
-            for batch in grouped(page, lambda one: one[1], _BATCH_SESSIONS, _BATCH_BYTES):
+            for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         queries = await self.queries()
-        sessions = [one for one in sessions if can_store(queries.dialect, *one.ids)]
+        sessions = [session for session in sessions if can_store(queries.dialect, *session.ids)]
         if not sessions:
             return {}
         keys = [session.ids for session in sessions]
@@ -178,7 +178,7 @@ class AdkTables(Source):
         names = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
         async for rows in self._pages(partial(queries.lookup, names=names)):
-            yield {one: readable(queries.content, one, row, []) for one, row in rows}
+            yield {session: readable(queries.content, session, row, []) for session, row in rows}
 
     async def state(
         self, app_name: str, user_id: str | None = None

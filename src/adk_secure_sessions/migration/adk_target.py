@@ -122,7 +122,7 @@ class AdkTarget(ClosedByWith):
         rows = [
             {**parent, **self._event(event, number)} for number, event in enumerate(content.events)
         ]
-        if len({one["id"] for one in rows}) < len(rows):
+        if len({row["id"] for row in rows}) < len(rows):
             raise ConversionError("two of its events have the same id")
         self._sort(rows, content.events)
         return row, rows

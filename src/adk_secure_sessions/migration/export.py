@@ -156,15 +156,21 @@ class _ExportRun:
         """Yield the sessions in batches; with *reports*, reject those that cannot be decrypted."""
         async for listed in self._source.sessions(self._selection):
             if self.user_id is not None:
-                listed = [one for one in listed if one.user_id == self.user_id or not one.has_ids]
+                listed = [
+                    session
+                    for session in listed
+                    if session.user_id == self.user_id or not session.has_ids
+                ]
             contents = await self._source.read(listed)
-            for one in contents:
-                if one.user_id == self.user_id:
-                    self._record_user(one.app_name)
-            yield {one.ids: c for one, c in contents.items() if isinstance(c, SessionContent)}
-            for one, content in contents.items():
+            for session in contents:
+                if session.user_id == self.user_id:
+                    self._record_user(session.app_name)
+            yield {
+                session.ids: c for session, c in contents.items() if isinstance(c, SessionContent)
+            }
+            for session, content in contents.items():
                 if reports and isinstance(content, Unreadable):
-                    self.reject(one.ids, content.reason, has_ids=content.has_ids)
+                    self.reject(session.ids, content.reason, has_ids=content.has_ids)
             await self._meter.advance(len(contents))
 
     async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:

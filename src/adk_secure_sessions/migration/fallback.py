@@ -227,8 +227,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         while True:
             copies = self._copies
             response = await listing()
-            new = {one.user_id for one in response.sessions}
-            new |= {one.user_id for one in of_source}
+            new = {session.user_id for session in response.sessions}
+            new |= {session.user_id for session in of_source}
             new -= users
             await self._copy_states(app_name, *new)
             # `migrate` copies states after sessions.  If a state was not copied when the database
@@ -236,14 +236,18 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             if not new or self._copies == copies:
                 break
             users |= new
-        known = {(one.app_name, one.user_id, one.id) for one in response.sessions}
-        left = [one for one in of_source if one.ids not in known]
+        known = {(session.app_name, session.user_id, session.id) for session in response.sessions}
+        left = [session for session in of_source if session.ids not in known]
         stored = {}
-        for user in {one.user_id for one in left}:
+        for user in {session.user_id for session in left}:
             identity = await self._unit.identify(app_name, user)
             stored[user] = await self._unit.run(reads.GetStates(identity))
-        response.sessions += [_session(one, of_source[one], *stored[one.user_id]) for one in left]
-        response.sessions.sort(key=lambda one: (one.last_update_time, one.user_id, one.id))
+        response.sessions += [
+            _session(session, of_source[session], *stored[session.user_id]) for session in left
+        ]
+        response.sessions.sort(
+            key=lambda session: (session.last_update_time, session.user_id, session.id)
+        )
         return response
 
     @audit.accessed("session.delete", _THE_SERVICE)
@@ -442,8 +446,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         missing = unknown - (await self._imports.imported(unknown)).keys()
         found = await self._states_of(app_name, missing)
 
-        async def store(one: Ids) -> ImportStatus:
-            return await self._imports.import_state(one, json_text.encode_state(found[one]))
+        async def store(owner: Ids) -> ImportStatus:
+            return await self._imports.import_state(owner, json_text.encode_state(found[owner]))
 
         results = await in_groups(_AT_ONCE, store, found)
         if ImportStatus.SAME_ID in results and not self._has_warned:

@@ -93,9 +93,9 @@ class Package1x(AdkTables):
             queries = await self.inspect(work)
             samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
             found = await asyncio.to_thread(
-                lambda: [readable(queries.convert_state, one) for one in samples]
+                lambda: [readable(queries.convert_state, state) for state in samples]
             )
-            reasons = [one.reason for one in found if isinstance(one, Unreadable)]
+            reasons = [state.reason for state in found if isinstance(state, Unreadable)]
             if reasons and len(reasons) == len(found):
                 raise WrongKeyError(
                     "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
@@ -123,7 +123,10 @@ class _Package1xQueries(AdkQueries):
     ) -> None:
         super().__init__(connection, time_zone)
         self._keys = keys
-        columns = {one["name"]: one["type"] for one in sa.inspect(connection).get_columns("events")}
+        columns = {
+            column["name"]: column["type"]
+            for column in sa.inspect(connection).get_columns("events")
+        }
         # The tables of releases before 1.1 are like those of google-adk's SqliteSessionService.
         is_before_1_1 = isinstance(columns["timestamp"], sa.Float)
         self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1

@@ -111,10 +111,10 @@ class ServiceSource(Source):
     async def _with_numbers_of_events(self, listed: Sequence[SourceSession]) -> list[SourceSession]:
         """Read the sessions *listed*, and return them with versions for `compares_events`."""
         self._contents = {}  # an error of the caller may have ended an earlier `sessions`
-        for one, session in zip(listed, await self._get_all(listed), strict=True):
+        for source_session, session in zip(listed, await self._get_all(listed), strict=True):
             if session is not None:
                 version = f"{session.last_update_time!r} {len(session.events)}"
-                key = one._replace(version=version)
+                key = source_session._replace(version=version)
                 self._contents[key] = readable(_content, key, session)
         return list(self._contents)
 
@@ -132,16 +132,16 @@ class ServiceSource(Source):
             by_user: dict[str, list[SourceSession]] = {}
             by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
             listed = await self._listed(app_name)
-            for one in listed:
-                by_user.setdefault(one.user_id, []).append(one)
+            for source_session in listed:
+                by_user.setdefault(source_session.user_id, []).append(source_session)
             users = sorted(by_user)
             for start in range(0, len(users), _BATCH):
-                some = users[start : start + _BATCH]
+                batch = users[start : start + _BATCH]
                 work = partial(self._user_state, app_name, by_user)
-                found = await in_groups(_AT_ONCE, work, some)
+                found = await in_groups(_AT_ONCE, work, batch)
                 yield {
                     (app_name, user_id): readable(_state, state)
-                    for user_id, state in zip(some, found, strict=True)
+                    for user_id, state in zip(batch, found, strict=True)
                     if state is not None
                 }
             session = await self._newest(listed)
@@ -160,17 +160,20 @@ class ServiceSource(Source):
         found = {}
         for user_id in users:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
-            for one in response.sessions:
+            for session in response.sessions:
                 # NaN, which is no time, is in every selection: `read` rejects it.
-                if since is None or not one.last_update_time < since / 1_000_000:
-                    version = repr(one.last_update_time)
-                    key = SourceSession(app_name, one.user_id, one.id, version)
+                if since is None or not session.last_update_time < since / 1_000_000:
+                    version = repr(session.last_update_time)
+                    key = SourceSession(app_name, session.user_id, session.id, version)
                     found[key.ids] = key
         return sorted(found.values())
 
-    async def _get(self, one: SourceSession, **options: Any) -> Session | None:
+    async def _get(self, session: SourceSession, **options: Any) -> Session | None:
         return await self._service.get_session(
-            app_name=one.app_name, user_id=one.user_id, session_id=one.session_id, **options
+            app_name=session.app_name,
+            user_id=session.user_id,
+            session_id=session.session_id,
+            **options,
         )
 
     async def _get_all(self, listed: Sequence[SourceSession]) -> Sequence[Session | None]:
@@ -178,8 +181,10 @@ class ServiceSource(Source):
 
     async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
-        for one in sorted(listed, key=lambda one: float(one.version), reverse=True):
-            session = await self._get(one, config=GetSessionConfig(num_recent_events=0))
+        for candidate in sorted(
+            listed, key=lambda candidate: float(candidate.version), reverse=True
+        ):
+            session = await self._get(candidate, config=GetSessionConfig(num_recent_events=0))
             if session is not None:
                 return session
         return None

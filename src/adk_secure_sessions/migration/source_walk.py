@@ -114,19 +114,19 @@ class Walk:
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._listed():
-            for one in listed:
-                self.versions.add(packed(*one))
+            for session in listed:
+                self.versions.add(packed(*session))
             pairs = await self._session_pairs(listed)
             for pair in pairs:
                 self._tags.add(pair.tag)
-            if left := [one for one in pairs if one.status not in self.wanted]:
+            if left := [pair for pair in pairs if pair.status not in self.wanted]:
                 yield left
             if read := await self._with_contents([p for p in pairs if p.status in self.wanted]):
                 yield read
 
     async def _listed(self) -> AsyncIterator[Sequence[SourceSession]]:
         async for listed in self.source.sessions(self.selection):
-            self.has_unknown_ids |= not all(one.has_ids for one in listed)
+            self.has_unknown_ids |= not all(session.has_ids for session in listed)
             yield listed
 
     async def read_again(self, pair: SessionPair) -> SessionPair | None:
@@ -154,11 +154,11 @@ class Walk:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_missing()
         async for listed in self._listed():
-            for one in listed:
+            for session in listed:
                 if self._missing:
-                    self._missing.pop(self.tag(one.ids), None)
-                if not self.has_visited(one):
-                    yield one
+                    self._missing.pop(self.tag(session.ids), None)
+                if not self.has_visited(session):
+                    yield session
 
     async def gone(
         self,
@@ -208,23 +208,25 @@ class Walk:
 
     async def _session_pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
         if self.index is None:
-            return [Pair(one.ids, session=one) for one in listed]
+            return [Pair(session.ids, session=session) for session in listed]
         imports, read = self.target.imports, self.target.unit.read
-        known = [one for one in listed if one.has_ids]
-        copies = await imports.imported([one.ids for one in known])
-        tags = {one: self.tag(one.ids, has_ids=one.has_ids) for one in listed}
-        new = [tags[one] for one in known if one.ids not in copies]
+        known = [session for session in listed if session.has_ids]
+        copies = await imports.imported([session.ids for session in known])
+        tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in listed}
+        new = [tags[session] for session in known if session.ids not in copies]
         others = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
         if others:
             # Another run may have copied a session after the first query.
-            copies |= await imports.imported(one.ids for one in known if tags[one] in others)
+            copies |= await imports.imported(
+                session.ids for session in known if tags[session] in others
+            )
         found: list[SessionPair] = []
-        for one, tag in tags.items():
+        for session, tag in tags.items():
             status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
-            if copy := copies.get(one.ids):
-                status = copy.status(is_unchanged=copy.has_source(one.version))
+            if copy := copies.get(session.ids):
+                status = copy.status(is_unchanged=copy.has_source(session.version))
                 number = copy.row.number
-            found.append(Pair(one.ids, tag, status, None, one, number))
+            found.append(Pair(session.ids, tag, status, None, session, number))
         return found
 
     async def _state_pairs(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
@@ -241,14 +243,14 @@ class Walk:
         return found
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
-        contents = await self.source.read([one.session for one in pairs if one.session])
+        contents = await self.source.read([pair.session for pair in pairs if pair.session])
         found = []
-        for one in pairs:
-            content = one.session and contents.get(one.session)
+        for pair in pairs:
+            content = pair.session and contents.get(pair.session)
             if content is not None:
-                found.append(replace(one, content=content))
-            elif one.session is not None:
-                self._unread.add(packed(*one.session))
+                found.append(replace(pair, content=content))
+            elif pair.session is not None:
+                self._unread.add(packed(*pair.session))
         return found
 
 
