@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
@@ -132,15 +133,25 @@ class FaultyExecutor:
     async def write(
         self,
         transaction: Transaction[T],
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         holds_locks: bool = False,
     ) -> T:
         await self._pass(Point.WRITE)
-        result = await self._executor.write(
-            lambda: self._followed(transaction()), on_commit_after_cancel, holds_locks=holds_locks
-        )
-        await self._pass(Point.WRITE, is_after=True)
+        committed: list[None] = []
+        try:
+            result = await self._executor.write(
+                lambda: self._followed(transaction()),
+                partial(committed.append, None),
+                holds_locks=holds_locks,
+            )
+            await self._pass(Point.WRITE, is_after=True)  # may lose the answer
+        except asyncio.CancelledError:
+            if committed and on_commit:
+                on_commit()
+            raise
+        if on_commit:
+            on_commit()
         return result
 
     async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -92,7 +93,7 @@ def pending() -> "asyncio.Future[str]":
 async def cancelled_while_running(
     future: "asyncio.Future[str]", reported: list[str] | None = None
 ) -> asyncio.Task[str]:
-    report = None if reported is None else reported.append
+    report = None if reported is None else partial(reported.append, "done")
     task = asyncio.create_task(await_to_end(future, report))
     await asyncio.sleep(0)
     task.cancel()
@@ -126,7 +127,7 @@ async def test_timeout_that_had_to_wait_is_a_timeout_and_cancels_nothing_after_i
     asyncio.get_running_loop().call_later(0.05, future.set_result, "done")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await await_to_end(future, None)
+            await await_to_end(future)
     await asyncio.sleep(0)
 
 
@@ -145,7 +146,7 @@ async def test_work_that_has_not_begun_is_cancelled_with_its_caller() -> None:
     def cancel_it() -> None:
         future.cancel()
 
-    task = asyncio.create_task(await_to_end(future, reported.append, cancel_it))
+    task = asyncio.create_task(await_to_end(future, partial(reported.append, "done"), cancel_it))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

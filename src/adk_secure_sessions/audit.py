@@ -388,7 +388,7 @@ class Trail(Protocol):
         self,
         transaction: Callable[[], Any],
         entries: Sequence[AuditEntry],
-        on_commit_after_cancel: Callable[[tuple[Any, bool]], None] | None,
+        on_commit: Callable[[bool], None] | None,
         *,
         holds_locks: bool,
     ) -> tuple[Any, bool]: ...
@@ -503,7 +503,7 @@ class AccessCall(SecurityCall):
         change: str,
         session_id: str,
         transaction: Callable[[], Any],
-        on_commit_after_cancel: Callable[[Any], None],
+        on_commit: Callable[[], None],
         *,
         holds_locks: bool,
     ) -> Any:
@@ -518,19 +518,12 @@ class AccessCall(SecurityCall):
         made = entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
         self._stored = None
 
-        def committed(done: tuple[Any, bool]) -> Any:
-            result, is_stored = done
+        def committed(is_stored: bool) -> None:
             self._stored = made if is_stored else None
-            return result
+            on_commit()
 
-        def commit_after_cancel(done: tuple[Any, bool]) -> None:
-            on_commit_after_cancel(committed(done))
-
-        return committed(
-            await self._trail.run_recorded(
-                transaction, [made], commit_after_cancel, holds_locks=holds_locks
-            )
-        )
+        run = self._trail.run_recorded
+        return (await run(transaction, [made], committed, holds_locks=holds_locks))[0]
 
     def _with_session(self, session_id: str) -> tuple[str, str, str]:
         """Return the ids; if the service has chosen the id of a new session, with *session_id*."""

@@ -73,13 +73,13 @@ if hasattr(os, "register_at_fork"):
 
 async def await_to_end(
     task: "asyncio.Future[T]",
-    on_result_after_cancel: Callable[[T], None] | None,
+    on_success: Callable[[], None] | None = None,
     on_cancel: Callable[[], None] = lambda: None,
 ) -> T:
     """Await *task*, and return its result.
 
     If the caller is cancelled, call *on_cancel*, which may make *task* end sooner, wait until
-    *task* has ended, call *on_result_after_cancel* if it has a result, and raise CancelledError.
+    *task* has ended, and raise CancelledError.  If *task* has a result, call *on_success* before.
     """
     try:
         return await asyncio.shield(task)
@@ -87,9 +87,10 @@ async def await_to_end(
         if not task.done():
             on_cancel()
         await wait_ignoring_cancel(lambda: asyncio.wait([task]), task.done)
-        if on_result_after_cancel is not None and not task.cancelled() and task.exception() is None:
-            on_result_after_cancel(task.result())
         raise
+    finally:
+        if on_success is not None and task.done() and not (task.cancelled() or task.exception()):
+            on_success()
 
 
 async def wait_ignoring_cancel(

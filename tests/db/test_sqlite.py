@@ -127,7 +127,7 @@ async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it(
         ended.set()
 
     monkeypatch.setattr(sqlite, "_deliver", deliver)
-    task = asyncio.create_task(numbers.write(partial(add, 1), reported.append))
+    task = asyncio.create_task(numbers.write(partial(add, 1), partial(reported.append, True)))
     await asyncio.sleep(0)
     assert ended.wait(5)  # the event loop has the answer, and the task has not seen it
     task.cancel()

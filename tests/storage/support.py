@@ -92,7 +92,7 @@ class FakeExecutor:
     async def write(
         self,
         transaction: Callable[[], Steps[T]],
-        late: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         holds_locks: bool = False,
     ) -> T:
@@ -102,6 +102,8 @@ class FakeExecutor:
             while True:
                 step = steps.send(self._answer(step))
         except StopIteration as end:
+            if on_commit:
+                on_commit()
             return cast(T, end.value)
 
     async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:

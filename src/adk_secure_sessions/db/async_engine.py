@@ -95,13 +95,11 @@ class AsyncEngineExecutor:
     async def write(
         self,
         transaction: Transaction[T],
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         holds_locks: bool = False,
     ) -> T:
-        return await self._shielded(
-            partial(self._transact, transaction, holds_locks), on_commit_after_cancel
-        )
+        return await self._shielded(partial(self._transact, transaction, holds_locks), on_commit)
 
     async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:
@@ -188,7 +186,7 @@ class AsyncEngineExecutor:
     async def _shielded(
         self,
         work: Callable[[], Coroutine[Any, Any, T]],
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         interruptible: bool = False,
     ) -> T:
@@ -207,7 +205,7 @@ class AsyncEngineExecutor:
             elif interruptible:
                 self._interrupt(task)
 
-        return await await_to_end(task, on_commit_after_cancel, on_cancel)
+        return await await_to_end(task, on_commit, on_cancel)
 
     def _change(self, connection: sa.Connection, change: Change) -> int:
         """Return how many rows *change* matched."""

@@ -102,16 +102,16 @@ class Executor(Protocol):
     async def write(
         self,
         transaction: Transaction[T],
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         holds_locks: bool = False,
     ) -> T:
         """Run *transaction*, which is called once, commit its changes and return its result.
 
-        If the caller is cancelled while the transaction runs, `write` waits for its end, calls
-        *on_commit_after_cancel* with the result and raises CancelledError.  After Disconnected or a
-        DatabaseError that is `retryable`, the changes may or may not have been stored; after any
-        other error, nothing was stored.
+        If the caller is cancelled while the transaction runs, `write` waits for its end and raises
+        CancelledError.  *on_commit* is called after the commit, in this case, too.  After
+        Disconnected or a DatabaseError that is `retryable`, the changes may or may not have been
+        stored; after any other error, nothing was stored.
 
         If *holds_locks* is True, all steps run in one transaction of the database.  Rows that a
         Read has locked with FOR UPDATE then stay locked until the commit.  Each query sees all

@@ -192,12 +192,12 @@ class SqliteExecutor:
     async def write(
         self,
         transaction: Transaction[T],
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         holds_locks: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
         return await self._submit(
-            lambda thread, driver: thread.transact(driver, transaction), on_commit_after_cancel
+            lambda thread, driver: thread.transact(driver, transaction), on_commit
         )
 
     async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
@@ -221,7 +221,7 @@ class SqliteExecutor:
     async def _submit(
         self,
         work: "Callable[[WorkerThread, Any], T]",
-        on_commit_after_cancel: Callable[[T], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         *,
         reads: bool = False,
         on_engine: bool = False,
@@ -243,10 +243,9 @@ class SqliteExecutor:
             thread.queue.put(job)
         try:
             result: T = await job
-        except asyncio.CancelledError:
-            if on_commit_after_cancel is not None and job.has_ended and job.error is None:
-                on_commit_after_cancel(job.value)
-            raise
+        finally:  # also if the caller was cancelled while the thread ran the job
+            if on_commit is not None and job.has_ended and job.error is None:
+                on_commit()
         return result
 
     def _start(self) -> "list[WorkerThread]":

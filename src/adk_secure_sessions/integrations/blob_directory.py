@@ -62,7 +62,7 @@ def _in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     @wraps(call)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
         work = partial(_translating, partial(call, *args, **kwargs))
-        return await await_to_end(asyncio.get_running_loop().run_in_executor(None, work), None)
+        return await await_to_end(asyncio.get_running_loop().run_in_executor(None, work))
 
     return run
 

@@ -7,7 +7,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -298,22 +298,14 @@ class Write(Generic[T]):
     _sent: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> T:
-        def commit_after_cancel(result: T) -> None:
-            attempt.run_after_commit()
-
         locks = attempt.locks_rows or self.locks_rows
         steps = self._locked_steps if locks else self.steps
         transaction = partial(steps, attempt, OwnerChanges(attempt))
-        result: T
+        run: Callable[..., Awaitable[T]] = executors.data.write
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
-            result = await access.run_recorded(
-                self.audited_as, session_id, transaction, commit_after_cancel, holds_locks=locks
-            )
-        else:
-            result = await executors.data.write(transaction, commit_after_cancel, holds_locks=locks)
-        attempt.run_after_commit()
-        return result
+            run = partial(access.run_recorded, self.audited_as, session_id)
+        return await run(transaction, attempt.run_after_commit, holds_locks=locks)
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         for query in self.locks:

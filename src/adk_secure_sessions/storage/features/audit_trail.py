@@ -219,31 +219,29 @@ class AuditTrail(KeyMaterial):
         self,
         transaction: Transaction[T],
         entries: Sequence[AuditEntry],
-        on_commit_after_cancel: Callable[[tuple[T, bool]], None] | None = None,
+        on_commit: Callable[[bool], None] | None = None,
         *,
         holds_locks: bool = False,
     ) -> tuple[T, bool]:
         """Run *transaction*, and store *entries* in it if the transaction changes something.
 
-        Return the result, and whether *entries* were stored: also to *on_commit_after_cancel*.  The
-        other arguments and the errors are those of `Executor.write`.
+        Return the result, and whether *entries* were stored.  *on_commit* also gets the latter.
+        The other arguments and the errors are those of `Executor.write`.
         """
         chain = self._take(await self._unit.keyring())
         draft, head = _Draft(), chain.head
-        is_committed = False
 
-        def commit_after_cancel(result: T) -> None:
-            nonlocal is_committed
-            is_committed = True
-            if on_commit_after_cancel is not None:
-                on_commit_after_cancel((result, draft.is_applied))
+        def committed() -> None:
+            if draft.is_applied:
+                chain.head, draft.is_in_doubt = head, False
+            if on_commit is not None:
+                on_commit(draft.is_applied)
 
         try:
             draft.rows, head = chain.seal(entries)  # ValueError: a record is too long
             result = await self.executor.write(
-                partial(draft.steps, transaction), commit_after_cancel, holds_locks=holds_locks
+                partial(draft.steps, transaction), committed, holds_locks=holds_locks
             )
-            is_committed = True
             return result, draft.is_applied
         except Conflict:
             draft.is_in_doubt = False  # the transaction was rolled back
@@ -251,10 +249,7 @@ class AuditTrail(KeyMaterial):
         finally:
             # After a UniqueViolation, too, the chain is not used again: if somebody has inserted
             # rows into the chain, each attempt would fail.
-            if is_committed and draft.is_applied:
-                chain.head = head
-                self._return(chain)
-            elif draft.is_in_doubt:
+            if draft.is_in_doubt:
                 _log_head(chain)
             else:
                 self._return(chain)
