@@ -59,8 +59,8 @@ async def _write(path: Path) -> None:
         index = (await db.keyring()).index
         rows = {}
         for user, session, *_ in SESSIONS:
-            who = await db.unit.identify(CLINIC, user, session)
-            found = await db.unit.run(GetSession(who, lambda *_: None))
+            identity = await db.unit.identify(CLINIC, user, session)
+            found = await db.unit.run(GetSession(identity, lambda *_: None))
             assert found is not None
             rows[session] = found[0].session.row.id
     ticket = index.state_key(CLINIC, "ticket")

@@ -174,10 +174,10 @@ class Database(KeyMaterial, ClosedByWith):
             is_session = sessions.c.base_revision != COLLECTION
             return describe(connection, table, "updated_at", is_session)
 
-        found = await repeated(lambda: self.unit.executors.data.run(work, commit=False))
+        description = await repeated(lambda: self.unit.executors.data.run(work, commit=False))
         # SQLite stores any type in any column, and the time is not authenticated.
-        is_time = isinstance(found.updated_at, int)
-        return found if is_time else found._replace(updated_at=None)
+        is_time = isinstance(description.updated_at, int)
+        return description if is_time else description._replace(updated_at=None)
 
     async def is_new(self) -> bool:
         """Return whether the database does not exist yet, or has no tables of this package."""

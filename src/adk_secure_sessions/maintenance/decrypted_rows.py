@@ -171,9 +171,9 @@ async def read_owner_with_tag(
 
 
 async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
-    found = await _decrypt_all(db, rows)
-    if not any(isinstance(session.ids_or_error, Exception) for session in found):
-        return found
+    decrypted = await _decrypt_all(db, rows)
+    if not any(isinstance(session.ids_or_error, Exception) for session in decrypted):
+        return decrypted
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
     return await _decrypt_all(db, await _stored_rows(db, [row.id for row in rows]))
@@ -248,10 +248,10 @@ async def records_of_owner(
     None if the row does not exist any more.
     """
     column = _APPS if table is apps else _USERS
-    found = await rows_with_keys(db, column, [(row.id,)])
-    if not found:
+    listed = await rows_with_keys(db, column, [(row.id,)])
+    if not listed:
         return None
-    (stored,) = found
+    (stored,) = listed
     with locating_errors(table.name, row.id):
         ids = (app_name_of(row.app_name),)
         plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)

@@ -282,18 +282,18 @@ class _Deletion:
         of the user, whose row is deleted.
         """
         self._users |= self._user_rows()
-        found = self._locked_sessions()
-        self._sessions.update(found)
+        locked = self._locked_sessions()
+        self._sessions.update(locked)
         if self.dry_run:
-            found = list(self._sessions)  # `_rows_left` also counts rows of deleted sessions
+            locked = list(self._sessions)  # `_rows_left` also counts rows of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
         self._delete(witnesses, witnesses.c.tag == self.tag)
         if not self.dry_run:  # another node may just import the user
             clusters.claim_missing_user(self.connection, self.tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
-        for start in range(0, len(found), self.row_ids_per_statement):
-            ids, tags = zip(*found[start : start + self.row_ids_per_statement], strict=True)
+        for start in range(0, len(locked), self.row_ids_per_statement):
+            ids, tags = zip(*locked[start : start + self.row_ids_per_statement], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
@@ -310,10 +310,10 @@ class _Deletion:
         """
         query = sa.select(users.c.id)
         scalars = self.connection.scalars
-        found = set(scalars(query.where(users.c.tag == self.tag))) or self._users
-        if not found and self.headers:
-            found = set(scalars(query.where(header_of(users.c.state).in_(self.headers))))
-        return found
+        row_ids = set(scalars(query.where(users.c.tag == self.tag))) or self._users
+        if not row_ids and self.headers:
+            row_ids = set(scalars(query.where(header_of(users.c.state).in_(self.headers))))
+        return row_ids
 
     def _locked_sessions(self) -> list[tuple[int, bytes]]:
         """Lock the user's sessions, unless in a dry run, and return their ids and tags.
@@ -339,9 +339,9 @@ class _Deletion:
             again = self.counts[users.name] > 0
             nowait = again and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
-        found = self.connection.execute(query).all()
-        self.collections.update(row.id for row in found if row.base_revision == COLLECTION)
-        return [(row_id, tag) for row_id, tag, _ in found]
+        rows = self.connection.execute(query).all()
+        self.collections.update(row.id for row in rows if row.base_revision == COLLECTION)
+        return [(row_id, tag) for row_id, tag, _ in rows]
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""

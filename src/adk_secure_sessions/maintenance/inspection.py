@@ -99,11 +99,11 @@ async def lookup(
         if collection is not None:
             tag = index.collection(app_name, user_id, collection)
             wanted.append(("collection", sessions, tag))
-    found = []
+    locations = []
     for kind, table, tag in wanted:
         ids = [row_id for (row_id,) in await db.unit.read(rows_with_tag(table), {"tag": tag})]
-        found.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
-    return tuple(found)
+        locations.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
+    return tuple(locations)
 
 
 @unstored_command

@@ -119,12 +119,12 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
         raise ConfigurationError("give the key database: pass it as key_db_url (--key-db)")
     db.require_files(of_keys=to == "db")
     move = _Move(db, to, progress)
-    found = await move.transfer()
+    moved = await move.transfer()
     await db.close()  # the next call opens the database with its keys in the new place
     db.use_keys(in_key_database=to == "key-db")
     if move.has_audit_table:
         await db.keyring()  # store in the audit trail that this command has run
-    return found
+    return moved
 
 
 class _Place(NamedTuple):
@@ -302,8 +302,8 @@ class _Move:
         self._require_run(connection)
         if meta.read(connection, meta.FEATURES) == moving:
             return
-        found = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-        features, is_same = source.meta_rows[meta.FEATURES], found == set(source.keyring)
+        stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
+        features, is_same = source.meta_rows[meta.FEATURES], stored == set(source.keyring)
         if not (is_same and meta.swap(connection, meta.FEATURES, features, moving)):
             raise SecureSessionError(_CHANGED, retryable=True)
         connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
@@ -319,8 +319,8 @@ class _Move:
         dialect_of(connection).overwrite_deleted(connection)
         with dialect_of(connection).exclusively(connection):
             is_new = expected.format_version is None
-            found = take_survey(connection)
-            if is_new and found.has_rows and found.meta_rows.get(meta.MOVE) != self._run:
+            survey = take_survey(connection)
+            if is_new and survey.has_rows and survey.meta_rows.get(meta.MOVE) != self._run:
                 raise SecureSessionError(_CHANGED, retryable=True)
             metadata.create_all(connection, tables=TableSet.KEYS.tables)
             if not is_new:

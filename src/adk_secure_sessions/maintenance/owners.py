@@ -68,21 +68,21 @@ class CurrentKeys:
 
     async def _keys_of_rows(self, owners: Collection[bytes]) -> dict[object, int]:
         """Return the ids of the data keys that the headers of the rows of *owners* name."""
-        found: dict[object, int] = {}
+        key_ids: dict[object, int] = {}
         for table, query in _HEADERS.items():
             for tag, stored in await rows_where(self._db.unit.read, query, table.c.tag, owners):
                 if (parts := header_ids(stored)) is not None:
-                    found[tag] = parts[1]
-        return found
+                    key_ids[tag] = parts[1]
+        return key_ids
 
     async def _names(self, owner_tag: bytes, key_id: int) -> Collection[int]:
         if not self._db.has_root_keys:
             return [key_id]
         try:
-            found = await read_owner_with_tag(self._db, owner_tag)
+            decrypted = await read_owner_with_tag(self._db, owner_tag)
         except (WrongKeyError, *UNREADABLE):
             return ()
-        return () if found is None else found[1].key_ids
+        return () if decrypted is None else decrypted[1].key_ids
 
 
 _HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}

@@ -116,10 +116,10 @@ class Problems(CappedList[Problem]):
         return result
 
 
-def unlisted(found: str, feature: str, remedy: str) -> str:
+def unlisted(what: str, feature: str, remedy: str) -> str:
     """Return the detail of a problem: the database uses *feature*, and does not list it."""
     return (
-        f"{found}, and the feature '{feature}' is not listed: an older list was replayed; {remedy}"
+        f"{what}, and the feature '{feature}' is not listed: an older list was replayed; {remedy}"
     )
 
 

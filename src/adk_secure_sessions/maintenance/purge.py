@@ -116,8 +116,8 @@ async def _delete(
     identity = await db.unit.identify(*ids[:3])
     if not dry_run:
         return bool(await db.unit.run(writes.DeleteSession(identity, is_due)))
-    found = await db.unit.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))
-    return found is not None and is_due(found[0].session)
+    loaded = await db.unit.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))
+    return loaded is not None and is_due(loaded[0].session)
 
 
 _BEFORE, _NOW = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))

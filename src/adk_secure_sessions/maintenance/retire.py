@@ -226,10 +226,10 @@ async def _decrypt_owner(
     masters = await db.keyring()
     if not all(can_unwrap(row, masters) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
-    found = await read_owner_with_tag(db, owner_tag)
-    if found is None:
+    decrypted = await read_owner_with_tag(db, owner_tag)
+    if decrypted is None:
         return None
-    _, checked, headers = found
+    _, checked, headers = decrypted
     if checked.is_user:
         async for page in sessions_of(db, checked.row.id):
             for session in page:
@@ -341,8 +341,8 @@ def _count_headers(
         ]
     counts: reads.HeaderCounts = Counter()
     for column, where in columns:
-        found = header_of(column)
-        query = sa.select(found, sa.func.count()).where(where).group_by(found)
+        header_column = header_of(column)
+        query = sa.select(header_column, sa.func.count()).where(where).group_by(header_column)
         for header, number in connection.execute(query):
             counts[column.table.name, header] += number
     return counts

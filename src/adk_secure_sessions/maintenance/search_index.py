@@ -181,9 +181,9 @@ class _Filler:
             await in_groups(_AT_ONCE, fill_or_report, rows)
 
     async def fill_user(self, row: OwnerRow) -> None:
-        found = await read_owner(self._db, users, row)
-        if found is not None and found[0] == self._app_name:
-            await self._correct(found[1].user_id, of_user=True)
+        decrypted = await read_owner(self._db, users, row)
+        if decrypted is not None and decrypted[0] == self._app_name:
+            await self._correct(decrypted[1].user_id, of_user=True)
             self.result.users += 1
 
     async def fill_session(self, stored: SessionWithIds) -> None:

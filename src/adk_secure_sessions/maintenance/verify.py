@@ -167,10 +167,10 @@ class _Verifier:
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._indexed:
             return
-        found = await self._db.unit.run(CheckIndexed(identity, self._indexed, of_user=of_user))
-        if found is None or not found[1].total:
+        checked = await self._db.unit.run(CheckIndexed(identity, self._indexed, of_user=of_user))
+        if checked is None or not checked[1].total:
             return
-        row_id, differences = found
+        row_id, differences = checked
         numbers = {
             "missing": len(differences.missing),
             "wrong": len(differences.wrong),
@@ -190,10 +190,10 @@ class _Verifier:
 
     async def _check_owner(self, table: sa.Table, row: OwnerRow) -> None:
         try:
-            found = await read_owner(self._db, table, row)
-            if found is None:
+            decrypted = await read_owner(self._db, table, row)
+            if decrypted is None:
                 return  # it was deleted after *row* was read
-            app_name, owner, _ = found
+            app_name, owner, _ = decrypted
             with locating_errors(table.name, row.id):
                 load_state(owner.state)
             if table is users:

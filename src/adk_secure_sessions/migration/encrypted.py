@@ -109,8 +109,8 @@ class EncryptedSource(Source):
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-        found = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
-        pairs = zip(sessions, found, strict=True)
+        contents = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
+        pairs = zip(sessions, contents, strict=True)
         return {session: content for session, content in pairs if content is not None}
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
@@ -120,9 +120,9 @@ class EncryptedSource(Source):
                 states: dict[Ids, JsonObject | Unreadable] = {}
                 for row in rows:
                     try:
-                        found = await read_owner(self._db, table, row)
-                        if found is not None and selection.app_name in (None, found[0]):
-                            app_name, owner, _ = found
+                        decrypted = await read_owner(self._db, table, row)
+                        if decrypted is not None and selection.app_name in (None, decrypted[0]):
+                            app_name, owner, _ = decrypted
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
                             with locating_errors(table.name, row.id):
                                 states[ids] = load_state(owner.state)
@@ -177,11 +177,13 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
     if not session.has_ids:
         return Unreadable(session.version.removeprefix(NO_IDS), has_ids=False)
     try:
-        found = await stored_content(db, *session.ids, check_event=_check_event)
+        content = await stored_content(db, *session.ids, check_event=_check_event)
     except UNREADABLE as error:
         return Unreadable(reason_of(error))
-    has_expired = found is not None and found.expires_at is not None and found.expires_at <= _now()
-    return None if has_expired else found
+    has_expired = (
+        content is not None and content.expires_at is not None and content.expires_at <= _now()
+    )
+    return None if has_expired else content
 
 
 def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
@@ -205,15 +207,15 @@ async def stored_content(
     """
     identity = await db.unit.identify(app_name, user_id, session_id)
     operation = reads.CheckSession(identity, check_event)
-    found = await db.unit.run(operation)
-    if found is None:
+    loaded = await db.unit.run(operation)
+    if loaded is None:
         return None
-    stored = found[0].session
+    stored = loaded[0].session
     with locating_errors(snapshots.name, stored.row.id):
         snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
     with locating_errors(sessions.name, stored.row.id):
         state = snapshot | load_state(stored.overlay)
-    history = [SourceEvent(*pair) for pair in zip(found[1], operation.times, strict=True)]
+    history = [SourceEvent(*pair) for pair in zip(loaded[1], operation.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
 

@@ -392,28 +392,28 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     async def _has(self, ids: _Ids) -> bool:
         """Return whether the source has a session that no row of `secure_migrated` supersedes."""
-        found = await self._query(self._source.find(*ids))
+        session = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
         # session between the two queries, and the deleted session would be returned.
-        return found is not None and not await self._is_superseded(ids)
+        return session is not None and not await self._is_superseded(ids)
 
     async def _sessions_of(
         self, app_name: str, user_id: str | None
     ) -> dict[SourceSession, SessionContent]:
         """Return the sessions of the source that no row of `secure_migrated` supersedes."""
-        found = {}
+        contents = {}
         async for batch in self._batches(self._source.sessions_of(app_name, user_id)):
             superseded = await self._imports.imported(session.ids for session in batch)
             for session, content in batch.items():
                 if session.ids in superseded:
                     continue
                 try:
-                    found[session] = _readable(content)
+                    contents[session] = _readable(content)
                 except ConfigurationError as error:
                     if not self._service._skip:
                         raise
                     logger.error("left out of a listing: %s", error)
-        return found
+        return contents
 
     # --- Copying ----------------------------------------------------------------------------------
     # An `EncryptedSessionService` that is used without this class may have written the state of an
@@ -423,14 +423,14 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def _states_of(self, app_name: str, owners: Iterable[Ids]) -> dict[Ids, JsonObject]:
         """Return the states in the source: of several users, with few queries for the whole app."""
         wanted = set(owners)
-        found: dict[Ids, JsonObject | Unreadable | None] = {}
+        states: dict[Ids, JsonObject | Unreadable | None] = {}
         if len(wanted) > 2:
             async for batch in self._batches(self._source.states(Selection(app_name))):
-                found |= {ids: state for ids, state in batch.items() if ids in wanted}
+                states |= {ids: state for ids, state in batch.items() if ids in wanted}
         else:
             for owner in wanted:
-                found[owner] = await self._query(self._source.state(*owner))
-        readable = {ids: _readable(state, "a state") for ids, state in found.items()}
+                states[owner] = await self._query(self._source.state(*owner))
+        readable = {ids: _readable(state, "a state") for ids, state in states.items()}
         return {ids: state for ids, state in readable.items() if state is not None}
 
     async def _copy_states(self, app_name: str, *user_ids: str) -> None:
@@ -444,12 +444,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if not unknown:
             return
         missing = unknown - (await self._imports.imported(unknown)).keys()
-        found = await self._states_of(app_name, missing)
+        states = await self._states_of(app_name, missing)
 
         async def store(owner: Ids) -> ImportStatus:
-            return await self._imports.import_state(owner, json_text.encode_state(found[owner]))
+            return await self._imports.import_state(owner, json_text.encode_state(states[owner]))
 
-        results = await in_groups(_AT_ONCE, store, found)
+        results = await in_groups(_AT_ONCE, store, states)
         if ImportStatus.SAME_ID in results and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -465,10 +465,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if await self._is_superseded(ids):
             return True
         session = await self._query(self._source.find(*ids))
-        found = {} if session is None else await self._query(self._source.read([session]))
-        if session is None or session not in found:
+        contents = {} if session is None else await self._query(self._source.read([session]))
+        if session is None or session not in contents:
             return False
-        content = _readable(found[session])
+        content = _readable(contents[session])
         result = await self._imports.import_session(
             *ids,
             state=json_text.encode_state(content.state),
@@ -503,7 +503,7 @@ def _session(
     )
 
 
-def _readable(found: T | Unreadable, what: str = "a session") -> T:
-    if isinstance(found, Unreadable):
-        raise ConfigurationError(f"{what} of the plaintext source cannot be read: {found.reason}")
-    return found
+def _readable(item: T | Unreadable, what: str = "a session") -> T:
+    if isinstance(item, Unreadable):
+        raise ConfigurationError(f"{what} of the plaintext source cannot be read: {item.reason}")
+    return item

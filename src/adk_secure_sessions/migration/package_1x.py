@@ -132,16 +132,16 @@ class _Package1xQueries(AdkQueries):
         self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
 
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
-        found = super().content(session, row, history)
-        state = found.state
+        decrypted = super().content(session, row, history)
+        state = decrypted.state
         _, is_base64 = parse_envelope(row.state)
         if not is_base64:  # a release before 1.1
             state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
         # The query sorts the rows by their column `timestamp`.  This column is not authenticated.
         # Some releases stored local time in the column, others UTC.  So sort the events by their
         # decrypted times.
-        history_by_time = sorted(found.events, key=lambda event: event.time)
-        return found._replace(state=state, events=history_by_time)
+        history_by_time = sorted(decrypted.events, key=lambda event: event.time)
+        return decrypted._replace(state=state, events=history_by_time)
 
     def convert_state(self, stored: object) -> JsonObject:
         try:

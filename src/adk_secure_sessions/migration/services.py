@@ -120,12 +120,12 @@ class ServiceSource(Source):
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
         known = self._contents
-        found = {session: known[session] for session in sessions if session in known}
-        missing = [session for session in sessions if session not in found]
+        contents = {session: known[session] for session in sessions if session in known}
+        missing = [session for session in sessions if session not in contents]
         for key, session in zip(missing, await self._get_all(missing), strict=True):
             if session is not None:
-                found[key] = readable(_content, key, session)
-        return found
+                contents[key] = readable(_content, key, session)
+        return contents
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for app_name in self._apps(selection):
@@ -138,10 +138,10 @@ class ServiceSource(Source):
             for start in range(0, len(users), _BATCH):
                 batch = users[start : start + _BATCH]
                 work = partial(self._user_state, app_name, by_user)
-                found = await in_groups(_AT_ONCE, work, batch)
+                states = await in_groups(_AT_ONCE, work, batch)
                 yield {
                     (app_name, user_id): readable(_state, state)
-                    for user_id, state in zip(batch, found, strict=True)
+                    for user_id, state in zip(batch, states, strict=True)
                     if state is not None
                 }
             session = await self._newest(listed)
@@ -157,7 +157,7 @@ class ServiceSource(Source):
         Their versions are their last update times.
         """
         users: Sequence[str | None] = self._user_ids.get(app_name) or [None]
-        found = {}
+        keys = {}
         for user_id in users:
             response = await self._service.list_sessions(app_name=app_name, user_id=user_id)
             for session in response.sessions:
@@ -165,8 +165,8 @@ class ServiceSource(Source):
                 if since is None or not session.last_update_time < since / 1_000_000:
                     version = repr(session.last_update_time)
                     key = SourceSession(app_name, session.user_id, session.id, version)
-                    found[key.ids] = key
-        return sorted(found.values())
+                    keys[key.ids] = key
+        return sorted(keys.values())
 
     async def _get(self, session: SourceSession, **options: Any) -> Session | None:
         return await self._service.get_session(

@@ -132,8 +132,8 @@ class Walk:
     async def read_again(self, pair: SessionPair) -> SessionPair | None:
         """Return *pair* with its present status and content; None if the source deleted it."""
         assert pair.session is not None
-        found = await self._with_contents(await self._session_pairs([pair.session]))
-        return found[0] if found else None
+        filled = await self._with_contents(await self._session_pairs([pair.session]))
+        return filled[0] if filled else None
 
     async def states(self) -> AsyncIterator[Sequence[StatePair]]:
         """Yield the states of users, and then those of apps, in batches."""
@@ -220,38 +220,38 @@ class Walk:
             copies |= await imports.imported(
                 session.ids for session in known if tags[session] in others
             )
-        found: list[SessionPair] = []
+        pairs: list[SessionPair] = []
         for session, tag in tags.items():
             status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.version))
                 number = copy.row.number
-            found.append(Pair(session.ids, tag, status, None, session, number))
-        return found
+            pairs.append(Pair(session.ids, tag, status, None, session, number))
+        return pairs
 
     async def _state_pairs(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
         """Return the status of the state of each owner in *encoded*: the state in the source."""
         copies = await self.target.imports.imported(encoded) if self.index else {}
-        found: list[StatePair] = []
+        pairs: list[StatePair] = []
         for ids, state in encoded.items():
             status = ImportStatus.NEW
             if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
             has_ids = isinstance(state, bytes) or state.has_ids
-            found.append(Pair(ids, self.tag(ids, has_ids=has_ids), status, state))
-        return found
+            pairs.append(Pair(ids, self.tag(ids, has_ids=has_ids), status, state))
+        return pairs
 
     async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
         contents = await self.source.read([pair.session for pair in pairs if pair.session])
-        found = []
+        filled = []
         for pair in pairs:
             content = pair.session and contents.get(pair.session)
             if content is not None:
-                found.append(replace(pair, content=content))
+                filled.append(replace(pair, content=content))
             elif pair.session is not None:
                 self._unread.add(packed(*pair.session))
-        return found
+        return filled
 
 
 _TAGS = sa.select(sessions.c.tag)
