@@ -139,6 +139,25 @@ async def test_data_keys_of_a_cancelled_call_that_was_stored_are_recorded(
     assert kinds[2:] == ["data key", "data key"]
 
 
+async def test_data_key_that_a_cancelled_call_stored_in_a_key_database_is_recorded(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    options = {"key_db_url": f"sqlite:///{tmp_path}/keys.db"}
+    service, faults = with_faults(lambda: service_of(url, **options))
+    async with service:
+        await service.list_sessions(app_name="clinic")
+        task = asyncio.ensure_future(service.create_session(**IDS))
+        loop = asyncio.get_running_loop()
+        faults.keys.after(Point.APPLY, lambda: loop.call_soon_threadsafe(task.cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    with closing(sqlite3.connect(tmp_path / "keys.db")) as connection:
+        stored = connection.execute("SELECT id FROM secure_data_keys").fetchall()
+    kinds = log.records("key.created")[2:]
+    assert [(one["kind"], one["key"]) for one in kinds] == [("data key", key) for (key,) in stored]
+    assert stored
+
+
 async def test_data_keys_of_a_write_whose_answer_was_lost_are_recorded_once(
     log: Log, url: str
 ) -> None:

@@ -536,7 +536,6 @@ class UnitOfWork:
                     tag, since = need.owner_tag, need.not_before
                     row = await self._store_data_key(key_cache, keys, tag, since, keyring_seen)
                     created.append(row.id)
-                    _record_data_key(key_cache.keyring, row)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
                     await self.reread_keyring(key_cache, keyring_seen)
@@ -694,9 +693,12 @@ class UnitOfWork:
         row = keys.new(owner_tag, not_before)
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
-        if not await self.executors.key_tables.write(partial(apply_once, changes)):
+        record = partial(_record_data_key, keyring, row)
+        try:
+            await self.executors.key_tables.write(partial(apply_changes, changes), record)
+        except Conflict:
             await self.reread_keyring(key_cache, keyring)
-            raise Conflict
+            raise
         return row
 
 
@@ -720,6 +722,11 @@ def _cache_identity(opened: _OpenState, identity: Identity) -> None:
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
     audit.record_new_key(keyring.database_id, "data key", row.id, owner=row.owner.hex())
+
+
+def apply_changes(changes: Sequence[Change]) -> Steps[None]:
+    if not (yield Apply(changes)):
+        raise Conflict
 
 
 def apply_once(changes: Sequence[Change]) -> Steps[bool]:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Executors, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -44,7 +44,7 @@ from adk_secure_sessions.storage.schema import (
     parameters,
     users,
 )
-from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDataKey
+from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDataKey, apply_changes
 
 T = TypeVar("T")
 Changes = list[Change]
@@ -724,11 +724,6 @@ def read_verified(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSessi
     _, link = sealed_rows.open_events(attempt, session, rows.events, before)
     sealed_rows.check_head(attempt, session, link)
     return rows, user, session
-
-
-def apply_changes(changes: Changes) -> Steps[None]:
-    if not (yield Apply(changes)):
-        raise Conflict
 
 
 def replacement(old: StoredSession, new: StoredSession) -> Change:

@@ -23,7 +23,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
     CreateSession,
@@ -34,7 +34,6 @@ from adk_secure_sessions.storage.writes import (
     OwnerChanges,
     StaleRevision,
     Write,
-    apply_changes,
     read_verified,
     replacement,
     witness_change,

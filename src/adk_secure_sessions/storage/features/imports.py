@@ -47,13 +47,12 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork
+from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import (
     Changes,
     NewSession,
     OwnerChanges,
     Write,
-    apply_changes,
     cached_owners,
     check_app_row,
     of_unchanged_user,

@@ -24,8 +24,8 @@ from adk_secure_sessions.storage.reads import (
 )
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
-from adk_secure_sessions.storage.writes import OwnerChanges, Write, apply_changes, read_rows
+from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork, apply_changes
+from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
 
 
 class SearchIndex:
