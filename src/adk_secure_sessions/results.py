@@ -102,12 +102,14 @@ class Result:
                 yield f"and {more:,} more"
         declared = self._declared("of")
         for (words, changes), group in groupby(declared, lambda named: named[1].heading):
-            found = [(self._number(name), counter) for name, counter in group]
-            found = [(number, counter) for number, counter in found if number or counter.always]
-            if found:
+            counters = [(self._number(name), counter) for name, counter in group]
+            counters = [
+                (number, counter) for number, counter in counters if number or counter.always
+            ]
+            if counters:
                 would = "would be " if changes and dry_run else ""
-                numbers = ", ".join(counted(number, counter.noun) for number, counter in found)
-                hints = "".join(f"; {counter.hint}" for _, counter in found if counter.hint)
+                numbers = ", ".join(counted(number, counter.noun) for number, counter in counters)
+                hints = "".join(f"; {counter.hint}" for _, counter in counters if counter.hint)
                 yield f"{would}{words}: {numbers}{hints}"
         if self.success_line and self.succeeded:
             yield self.success_line

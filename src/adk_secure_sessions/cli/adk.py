@@ -61,10 +61,10 @@ class AdkGroup(click.Group):
             return super().get_command(context, name)
         from google.adk.cli.cli_tools_click import main as adk
 
-        found = adk.commands.get(name)
-        if found is None:
+        command = adk.commands.get(name)
+        if command is None:
             raise Failure(f"the installed google-adk has no command {name}", "ConfigurationError")
-        return _without_plaintext(found)
+        return _without_plaintext(command)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [*_COMMANDS.items()]
@@ -170,8 +170,8 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
             uri = service_uri if service_uri is not None else default
             if uri is not None:
                 arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
-    found = plaintext_guard.plaintext_stores(arguments, os.environ)
-    if refused := {kind: where for kind, where in found.items() if kind not in allowed}:
+    stores = plaintext_guard.plaintext_stores(arguments, os.environ)
+    if refused := {kind: where for kind, where in stores.items() if kind not in allowed}:
         raise Failure(plaintext_guard.refusal(refused), "PlaintextRefusedError")
     adk.register()
     plaintext_guard.guard_registry(get_service_registry(), allowed)
@@ -222,12 +222,12 @@ def _without_ids(text: str, values: tuple[object, ...]) -> tuple[object, ...]:
     *values* are the arguments of a log record, and *text* is its text.  A value is replaced if its
     placeholder is %s or %r and follows a word such as "artifact".
     """
-    found = [match for match in _PLACEHOLDER.finditer(text) if match[0] != "%%"]
-    if len(found) != len(values):  # an unusual placeholder, such as %*d
+    matches = [match for match in _PLACEHOLDER.finditer(text) if match[0] != "%%"]
+    if len(matches) != len(values):  # an unusual placeholder, such as %*d
         return values
     return tuple(
         "..." if match[0][-1] in "rs" and _BEFORE_ID.search(text[: match.start()]) else value
-        for match, value in zip(found, values, strict=True)
+        for match, value in zip(matches, values, strict=True)
     )
 
 

@@ -65,16 +65,16 @@ def doctor(
         agents = _load_agents(agents_dir)
         given = {name: uri or service_uri for name, uri in uris.items()}
         stores = list(plaintext_guard.find_stores(str(agents_dir), given))
-        found = [
+        places = [
             plaintext_places.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores
             if store.stores in (PLAINTEXT, UNKNOWN)
         ]
         on, notes = plaintext_places.in_environment(os.environ)
-        found += [*on, *plaintext_places.in_files(agents_dir)]
+        places += [*on, *plaintext_places.in_files(agents_dir)]
         for agent in agents.values():
-            found += plaintext_places.in_plugins(agent)
-    leaks = [place for place in dict.fromkeys(found) if place.name not in allow]
+            places += plaintext_places.in_plugins(agent)
+    leaks = [place for place in dict.fromkeys(places) if place.name not in allow]
     notes = [place for place in notes if place.name not in allow]
     result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}
     print_result(result, _lines(stores, leaks, notes, len(agents)))
@@ -85,8 +85,8 @@ def _lines(
     stores: list[ServiceStore], leaks: list[Leak], notes: list[Leak], agents: int
 ) -> Iterator[str]:
     yield from table(stores)
-    for mark, found in (("", leaks), ("note, only if your own code exports traces: ", notes)):
-        for place in found:
+    for mark, listed in (("", leaks), ("note, only if your own code exports traces: ", notes)):
+        for place in listed:
             yield f"{mark}{place.name}: {place.where}"
             yield f"  {place.remedy.replace('`', '')}"
     if leaks:
@@ -103,14 +103,14 @@ def _load_agents(agents_dir: Path) -> dict[str, Any]:
     loader = AgentLoader(str(agents_dir))
     is_single = getattr(loader, "is_single_agent", False)  # google-adk 1 has no such attribute
     parts = ("__init__.py", "agent.py", "root_agent.yaml")
-    found: dict[str, Any] = {}
+    agents: dict[str, Any] = {}
     for name in loader.list_agents():
         try:
             if is_single or any((agents_dir / name / part).is_file() for part in parts):
-                found[name] = loader.load_agent(name)
+                agents[name] = loader.load_agent(name)
         except Exception as error:  # whatever the agent's code raises
             reason = str(error).partition("\n")[0]
             raise ConfigurationError(f"the agent {name} cannot be loaded: {reason}") from error
-    if not found:
+    if not agents:
         raise ConfigurationError(f"{agents_dir} has no agent: give the directory that adk web gets")
-    return found
+    return agents

@@ -84,8 +84,8 @@ def check(db: Database, timeout: float) -> None:
                 retryable=True,
             ) from None
 
-    found = run(db, in_time, resume_hint=None)
-    print_result(found, check_lines(found))
+    result = run(db, in_time, resume_hint=None)
+    print_result(result, check_lines(result))
 
 
 @main.command()
@@ -103,8 +103,8 @@ def status(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
-    found = run(db, maintenance.status, label="status", resume_hint=None, **options)
-    print_result(found, status_lines(found))
+    result = run(db, maintenance.status, label="status", resume_hint=None, **options)
+    print_result(result, status_lines(result))
 
 
 @main.command()
@@ -144,7 +144,7 @@ def verify(
         raise click.UsageError("contents are checked with --store STORE: give both or none")
     if only not in (None, "trail") and heads:
         raise click.UsageError("--heads is for the audit trail")
-    found: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
+    results: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
     notes = []
     with ExitStack() as files, opened(db, resume_hint=None) as call:
         # Only a line feed ends a line: other text of a line may contain a carriage return.
@@ -155,10 +155,10 @@ def verify(
         if only in (None, "rows"):
             with progress("verify") as report:
                 work = maintenance.verify(db, progress=report, rows_per_second=rows_per_second)
-                found["rows"] = call(work)
+                results["rows"] = call(work)
         if only == "trail" or heads or (only is None and call(db.keyring()).has_audit_table):
             with progress("verify", "records") as report:
-                found["trail"] = call(
+                results["trail"] = call(
                     maintenance.verify_audit(
                         db, logs, progress=report, rows_per_second=rows_per_second
                     )
@@ -168,8 +168,8 @@ def verify(
         if store is not None:
             from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 
-            found["blobs"] = call(check_blobs(db, store))
-    print_result(found, notes)
+            results["blobs"] = call(check_blobs(db, store))
+    print_result(results, notes)
 
 
 @main.group()
@@ -195,7 +195,7 @@ def lookup(db: Database, **ids: Any) -> None:
       adk-secure-sessions debug lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
-    found = run(db, maintenance.lookup, resume_hint=None, **ids)
+    locations = run(db, maintenance.lookup, resume_hint=None, **ids)
     rows = [
         (
             location.kind,
@@ -203,9 +203,9 @@ def lookup(db: Database, **ids: Any) -> None:
             "no row" if location.row is None else f"row {location.row}",
             f"tag {location.tag}",
         )
-        for location in found
+        for location in locations
     ]
-    print_result({"rows": found}, table(rows))
+    print_result({"rows": locations}, table(rows))
 
 
 def _tables(
@@ -238,7 +238,7 @@ def inspect(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
-    found = run(db, maintenance.record_headers, resume_hint=None, **options)
+    headers = run(db, maintenance.record_headers, resume_hint=None, **options)
     rows = [
         (
             f"row {header.row}",
@@ -248,9 +248,9 @@ def inspect(db: Database, **options: Any) -> None:
             f"{header.length} bytes",
             *([header.kind] if header.kind else []),
         )
-        for header in found
+        for header in headers
     ]
-    print_result({"rows": found}, table(rows) if rows else ["no such row"])
+    print_result({"rows": headers}, table(rows) if rows else ["no such row"])
 
 
 @main.command()

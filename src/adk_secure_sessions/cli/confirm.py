@@ -26,35 +26,35 @@ with_confirm: Decorator = click.option(
 
 
 def require_confirmation(
-    found: "Description",
+    place: "Description",
     name: str | None,
     change: str,
     *,
     kind: str = "database",
     unit: str = "session",
 ) -> None:
-    """Raise an error unless the user names *found*, because the URL may be a wrong one.
+    """Raise an error unless the user names *place*, because the URL may be a wrong one.
 
     *name* is the value of --confirm; if it is None, ask on the terminal.  *change* is what the
-    command does, such as `erase the user`.  *found* is a *kind* of place: a database, a directory
+    command does, such as `erase the user`.  *place* is a *kind* of place: a database, a directory
     or a bucket, and its `sessions` counts *unit*s.
     """
-    where = "" if found.server is None else f" on {found.server}"
-    last = "" if found.updated_at is None else f", last updated {utc_text(found.updated_at)}"
-    described = f"the {kind} {found.name}{where} has {counted(found.sessions, unit)}{last}"
+    where = "" if place.server is None else f" on {place.server}"
+    last = "" if place.updated_at is None else f", last updated {utc_text(place.updated_at)}"
+    described = f"the {kind} {place.name}{where} has {counted(place.sessions, unit)}{last}"
     if name is None and sys.stdin.isatty():
         click.echo(without_controls(described), err=True)
         question = f"To {change}, enter its name"
-        if not _is_name(found, click.prompt(question, default="", show_default=False, err=True)):
+        if not _is_name(place, click.prompt(question, default="", show_default=False, err=True)):
             raise Failure("nothing was changed: this is not its name", "Declined", exit_code=1)
-    elif name is None or not _is_name(found, name):
+    elif name is None or not _is_name(place, name):
         raise Failure(
             f"nothing was changed: to {change}, give its name with --confirm; {described}",
             "NotConfirmed",
         )
 
 
-def _is_name(found: "Description", name: str) -> bool:
-    if found.server is None and name:  # a relative path is a name, too
-        return os.path.realpath(name) == os.path.realpath(found.name)
-    return name == found.name
+def _is_name(place: "Description", name: str) -> bool:
+    if place.server is None and name:  # a relative path is a name, too
+        return os.path.realpath(name) == os.path.realpath(place.name)
+    return name == place.name

@@ -61,8 +61,8 @@ class Run:
         _replace(self.file, "\n".join([*lines, ""]))
 
     def _bad(self) -> int:
-        found = self.result.values() if isinstance(self.result, dict) else [self.result]
-        return sum(getattr(result, "bad", 0) for result in found)
+        results = self.result.values() if isinstance(self.result, dict) else [self.result]
+        return sum(getattr(result, "bad", 0) for result in results)
 
     def _last_success(self) -> float:
         """Return when the command last succeeded, as the file says; 0 if it does not say it."""
@@ -72,8 +72,8 @@ class Run:
         except (OSError, UnicodeDecodeError):
             return 0.0
         line = rf'^{_LAST_SUCCESS}\{{command="{self.command}",.*\}} (\d+\.\d+)$'
-        found = re.search(line, text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        match = re.search(line, text, re.MULTILINE)
+        return float(match[1]) if match else 0.0
 
     def _key_ages(self) -> Iterator[tuple[str, float]]:
         """Yield the labels and the age of each master key that `status` has found."""
@@ -127,7 +127,7 @@ def writing() -> Iterator[Run]:
 
 def _escaped(value: object) -> str:
     """Return *value*, which may be of any type in a tampered database, as the value of a label."""
-    return re.sub(r'[\\"\n]', lambda found: _ESCAPES[found[0]], str(value))
+    return re.sub(r'[\\"\n]', lambda match: _ESCAPES[match[0]], str(value))
 
 
 def _replace(file: Path, text: str) -> None:

@@ -63,13 +63,13 @@ def artifacts(
 
     with opened(db, resume_hint=None if action == "compare" else AGAIN) as call:
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
-        found = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
+        origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
         if action == "erase-source" and not dry_run:
             server = "Google Cloud Storage" if is_bucket else None
-            described = Description(server, found.name, call(found.count()), None)
+            described = Description(server, origin.name, call(origin.count()), None)
             change = "delete the artifacts of the source"
-            require_confirmation(described, confirm, change, kind=found.kind, unit="artifact")
-        work = migrate_artifacts(found, db, store, action, dry_run=dry_run, show_ids=show_ids)
+            require_confirmation(described, confirm, change, kind=origin.kind, unit="artifact")
+        work = migrate_artifacts(origin, db, store, action, dry_run=dry_run, show_ids=show_ids)
         result = call(work)
     print_result(result, _notes(action, result, dry_run))
 

@@ -48,14 +48,14 @@ def _parse_age(value: str) -> timedelta:
 def parse_time(value: str) -> datetime:
     """Convert the value of --since or --until; the default zone is UTC."""
     try:
-        found = datetime.fromisoformat(value)
-        found = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
-        found.timestamp()
+        moment = datetime.fromisoformat(value)
+        moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+        moment.timestamp()
     except (ValueError, OverflowError):
         raise click.BadParameter(
             "write a date or a time in UTC, such as 2026-03-31 or 2026-03-31T18:00"
         ) from None
-    return found
+    return moment
 
 
 def age_option(name: str, help_text: str, **settings: Any) -> Decorator:

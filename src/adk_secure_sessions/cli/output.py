@@ -87,8 +87,8 @@ def print_result(
 
 
 def _results_in(result: object) -> list[Result]:
-    found = result.values() if isinstance(result, dict) else [result]
-    return [part for part in found if isinstance(part, Result)]
+    parts = result.values() if isinstance(result, dict) else [result]
+    return [part for part in parts if isinstance(part, Result)]
 
 
 def _lines(results: Iterable[Result]) -> Iterator[str]:

@@ -12,21 +12,21 @@ from adk_secure_sessions.errors import Reason
 _INDENT = "  "
 
 
-def check_lines(found: maintenance.Check) -> Iterator[str]:
-    keys = "in the key database" if found.has_key_database else "in this database"
+def check_lines(result: maintenance.Check) -> Iterator[str]:
+    keys = "in the key database" if result.has_key_database else "in this database"
     yield (
-        f"a service can start: format {found.format_version}, root key {found.root_key_id}, "
-        f"{counted(found.masters, 'master key')} {keys}"
+        f"a service can start: format {result.format_version}, root key {result.root_key_id}, "
+        f"{counted(result.masters, 'master key')} {keys}"
     )
-    if found.master_id is None:
+    if result.master_id is None:
         yield "the first service to start creates a data master"
-    if found.has_plaintext_records:
+    if result.has_plaintext_records:
         yield "some records are, or were, plaintext"
 
 
-def status_lines(found: maintenance.Status) -> Iterator[str]:
-    plaintext = "; some records are, or were, plaintext" if found.has_plaintext_records else ""
-    yield f"format {found.format_version}{plaintext}"
+def status_lines(result: maintenance.Status) -> Iterator[str]:
+    plaintext = "; some records are, or were, plaintext" if result.has_plaintext_records else ""
+    yield f"format {result.format_version}{plaintext}"
     yield "master keys"
     unwraps = {None: "", True: "unwrapped", False: "cannot be unwrapped"}
     yield from table(
@@ -39,7 +39,7 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
                 _age(master.age),
                 unwraps[master.unwraps],
             )
-            for master in found.masters
+            for master in result.masters
         ],
         _INDENT,
     )
@@ -47,15 +47,15 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
     yield from table(
         [
             (backend_name(count.backend_id), f"under master key {count.master_id}", count.keys)
-            for count in found.data_keys
+            for count in result.data_keys
         ],
         _INDENT,
     )
-    if found.spare_keys:
-        spare = counted(found.spare_keys, "data key")
+    if result.spare_keys:
+        spare = counted(result.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
     yield "rows"
-    rotated = any(run.rotation == "data" and run.done is not None for run in found.unfinished)
+    rotated = any(run.rotation == "data" and run.done is not None for run in result.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
     yield from table(
         [
@@ -66,23 +66,23 @@ def status_lines(found: maintenance.Status) -> Iterator[str]:
                 f"{count.newest} {under}",
                 f"{100 * count.newest // max(count.rows, 1)}%",  # rounded down: 100% means all rows
             )
-            for count in found.records
+            for count in result.records
         ],
         _INDENT,
     )
-    if found.is_separating:
+    if result.is_separating:
         yield f"unfinished separation, and services reject this copy; {_again('`separate`')}"
-    elif found.unfinished:
+    elif result.unfinished:
         yield "unfinished rotations"
-    for rotation in found.unfinished:
-        again = "" if found.is_separating else f"; {_again('the same command')}"
+    for rotation in result.unfinished:
+        again = "" if result.is_separating else f"; {_again('the same command')}"
         yield f"{_INDENT}{_unfinished(rotation, again)}"
-    if found.migration is not None:
-        yield f"migration: {_migration(found.migration)}"
-    if found.state_index is not None:
-        yield f"search index: {_state_index(found.state_index)}"
-    if found.audit_trail is not None:
-        yield f"audit trail: {_audit_trail(found.audit_trail)}"
+    if result.migration is not None:
+        yield f"migration: {_migration(result.migration)}"
+    if result.state_index is not None:
+        yield f"search index: {_state_index(result.state_index)}"
+    if result.audit_trail is not None:
+        yield f"audit trail: {_audit_trail(result.audit_trail)}"
 
 
 def rotation_notes(
@@ -183,32 +183,31 @@ def _again(command: str) -> str:
     return f"it runs or was stopped; running {command} again is safe and continues it"
 
 
-def _migration(found: maintenance.MigrationStatus) -> str:
-    counts = (
-        f"{counted(found.sessions, 'session')} copied, {counted(found.tombstones, 'tombstone')}"
-    )
-    if not found.is_complete:
+def _migration(migration: maintenance.MigrationStatus) -> str:
+    tombstones = counted(migration.tombstones, "tombstone")
+    counts = f"{counted(migration.sessions, 'session')} copied, {tombstones}"
+    if not migration.is_complete:
         return f"{counts}; not complete: a service with plaintext fallback reads the source"
-    if found.genuine is False:
+    if migration.genuine is False:
         return f"{counts}; its mark of completion was tampered with: run `migrate compare` again"
-    unchecked = "" if found.genuine else "; not verified: that needs --key"
+    unchecked = "" if migration.genuine else "; not verified: that needs --key"
     return f"{counts}; complete{unchecked}"
 
 
-def _state_index(found: maintenance.IndexStatus) -> str:
-    counts = f"{counted(found.rows, 'row')} of {counted(found.keys, 'key')}"
-    if found.complete is None:
+def _state_index(index: maintenance.IndexStatus) -> str:
+    counts = f"{counted(index.rows, 'row')} of {counted(index.keys, 'key')}"
+    if index.complete is None:
         return f"{counts}; not verified: that needs --key"
-    if found.tampered:
-        wrong = counted(found.tampered, "mark")
+    if index.tampered:
+        wrong = counted(index.tampered, "mark")
         return f"{counts}; {wrong} tampered with: run `index fill` for each app and key"
-    left = found.keys - found.complete
+    left = index.keys - index.complete
     return f"{counts}; {left} not complete: `index fill` ends it" if left else f"{counts}; complete"
 
 
-def _audit_trail(found: maintenance.TrailStatus) -> str:
-    counts = f"{counted(found.records, 'record')} in {counted(found.chains, 'chain')}"
-    return f"{counts}, the oldest of {utc_text(found.since)}" if found.since is not None else counts
+def _audit_trail(trail: maintenance.TrailStatus) -> str:
+    counts = f"{counted(trail.records, 'record')} in {counted(trail.chains, 'chain')}"
+    return f"{counts}, the oldest of {utc_text(trail.since)}" if trail.since is not None else counts
 
 
 def _age(seconds: float) -> str:
