@@ -118,14 +118,14 @@ async def check_blobs(
     problems = Problems()
     result = BlobCheck()
     named: set[str] = set()
-    async for _, found in artifacts_of(db, problems):
+    async for _, collection in artifacts_of(db, problems):
         result.artifacts += 1
-        for version in versions_of(found):
+        for version in versions_of(collection):
             blob = version.blob
             if blob is None:
                 continue
             named.add(blob.name)
-            row = f"{found.version.session_row}, {version.item}"
+            row = f"{collection.version.session_row}, {version.item}"
             listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await stored_wrongly(place, blob, listed):
                 result.missing += 1
@@ -212,8 +212,8 @@ async def purge_blobs(
     problems = Problems()
     named = {
         version.blob.name
-        async for _, found in artifacts_of(db, problems)
-        for version in versions_of(found)
+        async for _, collection in artifacts_of(db, problems)
+        for version in versions_of(collection)
         if version.blob is not None
     }
     withdrawn = marks.keys() & named
@@ -263,17 +263,17 @@ async def artifacts_of(
                 ids = stored.require_ids()
                 if not ids.is_collection or scope_and_name(ids.session_id) is None:
                     continue
-                found = await collections.get(*ids[:3])
-                if found is None:
+                collection = await collections.get(*ids[:3])
+                if collection is None:
                     continue
                 # If the tag of the stored row was modified, `get` may have found another row.  But
                 # it is no error if the stored row was deleted and another row was created.
-                if found.version.session_row != stored.id and await collections.is_stored(
+                if collection.version.session_row != stored.id and await collections.is_stored(
                     stored.id
                 ):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
-                versions_of(found)
+                versions_of(collection)
             except UNREADABLE as error:
                 problems.add_error(error, sessions.name, stored.id)
             else:
-                yield ids, found
+                yield ids, collection

@@ -187,8 +187,8 @@ class _ArtifactRun:
             state = (await self.db.imports.imported([one.owner])).get(one.owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
-            found = await self.collections.get(*one.owner, name)
-            stored = versions_of(found) if found else []
+            collection = await self.collections.get(*one.owner, name)
+            stored = versions_of(collection) if collection else []
         copies = self.action == "copy"
         new = one.versions[len(stored) :]
         if new and not copies:
@@ -214,10 +214,10 @@ class _ArtifactRun:
             blob = await self.store.blobs(prefix).write(_content(version))
         values = {"part": version.part, "metadata": version.metadata, "time": version.time}
 
-        def item(found: Collection) -> bytes:
-            if version_count(found) != version.number:
+        def item(collection: Collection) -> bytes:
+            if version_count(collection) != version.number:
                 raise _Changed
-            return encode_item(new_item(values, blob, found))
+            return encode_item(new_item(values, blob, collection))
 
         await self.collections.append(*owner, name, item)
 

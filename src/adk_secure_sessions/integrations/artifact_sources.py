@@ -184,12 +184,12 @@ def _holding(root: Path, *markers: str) -> Iterator[tuple[str, Path]]:
 
 def _directories(path: Path) -> list[Path]:
     """Return the directories in *path*, sorted.  A link, which may lead anywhere, is an error."""
-    found = sorted(path.iterdir()) if path.is_dir() else []
-    if any(one.is_symlink() for one in (path, *found)):
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    if any(one.is_symlink() for one in (path, *entries)):
         raise ConfigurationError(
             "the source contains a symbolic link: replace the link by the directory that it names"
         )
-    return [one for one in found if one.is_dir()]
+    return [one for one in entries if one.is_dir()]
 
 
 def _artifact(

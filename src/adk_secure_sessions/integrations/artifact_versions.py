@@ -51,10 +51,10 @@ class Version(KeyMaterial):
         """The MIME type of the content; None for a reference to another artifact."""
         if self.is_text:
             return "text/plain"
-        found = self.part.get("inline_data") or self.part.get("file_data") or {}
-        if str(found.get("file_uri", "")).startswith("artifact://"):
+        data = self.part.get("inline_data") or self.part.get("file_data") or {}
+        if str(data.get("file_uri", "")).startswith("artifact://"):
             return None
-        mime_type: str | None = found.get("mime_type")
+        mime_type: str | None = data.get("mime_type")
         return mime_type
 
 
@@ -74,10 +74,10 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
 
 def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order."""
-    found: dict[int, Version] = {}
+    versions: dict[int, Version] = {}
     for version in _version_of_each_item(collection):
-        found[version.number] = version
-    return [found[number] for number in sorted(found)]
+        versions[version.number] = version
+    return [versions[number] for number in sorted(versions)]
 
 
 def version_count(collection: Collection) -> int:
@@ -128,17 +128,17 @@ def _blob(values: JsonObject) -> Blob:
 def _version_of_each_item(collection: Collection) -> list[Version]:
     """Parse all items in *collection*, and check each item against the item before it."""
     first = collection.size - len(collection.items)
-    found: list[Version] = []
+    versions: list[Version] = []
     for number in range(first, collection.size):
         one = _parsed(collection, number)
         # The first of several last items cannot be checked.
-        before = found[-1].versions if found else None if number else 0
+        before = versions[-1].versions if versions else None if number else 0
         # An item adds the next version, or describes an existing one again.
         last = one.number if one.rotation is None else one.versions
         if before is not None and last != before:
             raise _malformed(collection, number)
-        found.append(one)
-    return found
+        versions.append(one)
+    return versions
 
 
 @hides_locals

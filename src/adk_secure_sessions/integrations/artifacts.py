@@ -166,10 +166,10 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 belongs to another session or user, or more than 5 references follow each other.
         """
         for _ in range(_MAX_REFERENCES + 1):
-            found = await self._version(_address(app_name, user_id, filename, session_id), version)
-            if found is None:
+            stored = await self._version(_address(app_name, user_id, filename, session_id), version)
+            if stored is None:
                 return None
-            part = await self._part(found)
+            part = await self._part(stored)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
@@ -192,9 +192,9 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         check_ids(app_name, user_id, session_id or "")
         names = []
         for collection in await self._collections.of_user(app_name, user_id):
-            found = scope_and_name(collection.name)
-            if found is not None and collection.size and found[0] in (None, session_id):
-                names.append(found[1])
+            scope_name = scope_and_name(collection.name)
+            if scope_name is not None and collection.size and scope_name[0] in (None, session_id):
+                names.append(scope_name[1])
         return sorted(names)
 
     @accessed("artifact.delete")
@@ -207,10 +207,11 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         deletes the contents later.
         """
         address = _address(app_name, user_id, filename, session_id)
-        found = await self._collections.get(*address)
-        if found is None:
+        collection = await self._collections.get(*address)
+        if collection is None:
             return
-        versions = versions_of(found)  # before the rows are deleted, because they name the blobs
+        # Before the rows are deleted, because they name the blobs.
+        versions = versions_of(collection)
         if await self._collections.delete(*address):
             for version in versions:
                 if version.blob is not None:
@@ -222,16 +223,17 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
     ) -> list[int]:
         """Return the numbers of all versions; an empty list for an unknown artifact."""
         address = _address(app_name, user_id, filename, session_id)
-        found = await self._collections.get(*address, limit=1)
-        return list(range(version_count(found))) if found else []
+        collection = await self._collections.get(*address, limit=1)
+        return list(range(version_count(collection))) if collection else []
 
     @accessed("artifacts.list")
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
         """Return all versions with their metadata, without contents; [] if there is no artifact."""
-        found = await self._collections.get(*_address(app_name, user_id, filename, session_id))
-        return [_as_artifact_version(version) for version in versions_of(found)] if found else []
+        collection = await self._collections.get(*_address(app_name, user_id, filename, session_id))
+        versions = versions_of(collection) if collection else []
+        return [_as_artifact_version(version) for version in versions]
 
     @accessed("artifacts.list")
     async def get_artifact_version(
@@ -244,8 +246,8 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
         version: int | None = None,
     ) -> ArtifactVersion | None:
         """Return the metadata of a version, by default of the latest; None if there is none."""
-        found = await self._version(_address(app_name, user_id, filename, session_id), version)
-        return None if found is None else _as_artifact_version(found)
+        stored = await self._version(_address(app_name, user_id, filename, session_id), version)
+        return None if stored is None else _as_artifact_version(stored)
 
     # --- streams ---------------------------------------------------------------------------------
 
@@ -296,17 +298,17 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
                 the content was tampered with.
             ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
         """
-        found = await self._version(_address(app_name, user_id, filename, session_id), version)
-        if found is None:
+        stored = await self._version(_address(app_name, user_id, filename, session_id), version)
+        if stored is None:
             return None
-        if found.blob is None:
+        if stored.blob is None:
             raise InputValidationError("The artifact refers to a file, and has no content.")
-        size = found.blob.size
+        size = stored.blob.size
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
-        content = self._store.blobs(found.blob.prefix).read(found.blob, start, stop)
+        content = self._store.blobs(stored.blob.prefix).read(stored.blob, start, stop)
         pieces = _recording_rejections(content, self._recording.trail)
-        return ArtifactStream(found, pieces, size)
+        return ArtifactStream(stored, pieces, size)
 
     # --- rows and blobs --------------------------------------------------------------------------
 
@@ -330,9 +332,9 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             blob = await self._store.blobs(prefix).write(pieces)
         numbers: list[int] = []
 
-        def item(found: Collection) -> bytes:
-            numbers.append(version_count(found))
-            return encode_item(new_item(values, blob, found))
+        def item(collection: Collection) -> bytes:
+            numbers.append(version_count(collection))
+            return encode_item(new_item(values, blob, collection))
 
         # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
         await self._collections.append(*address, item)
@@ -340,17 +342,17 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
 
     async def _version(self, address: _Address, number: int | None) -> Version | None:
         """Return the version *number*, or the latest if *number* is None; None if there is none."""
-        found = await self._collections.get(*address, limit=1)
-        if found is None:
+        collection = await self._collections.get(*address, limit=1)
+        if collection is None:
             return None
-        (last,) = versions_of(found)
+        (last,) = versions_of(collection)
         number = last.versions - 1 if number is None else number
         if number == last.number:
             return last
         if not 0 <= number < last.versions:
             return None
-        found = await self._collections.get(*address)
-        versions = versions_of(found) if found else []
+        collection = await self._collections.get(*address)
+        versions = versions_of(collection) if collection else []
         return versions[number] if number < len(versions) else None
 
     async def _part(self, version: Version) -> types.Part:

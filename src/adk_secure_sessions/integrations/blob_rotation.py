@@ -100,12 +100,12 @@ class _BlobRotationRun(DataRotationRun):
             await self._rotate_artifact(ids, found)
             await self._require_checkpoint()
 
-    async def _rotate_artifact(self, ids: SessionIds, found: Collection) -> None:
+    async def _rotate_artifact(self, ids: SessionIds, collection: Collection) -> None:
         """Re-encrypt the contents of all versions, in ascending order.
 
         The last item then describes the last version, so loading this version reads one item.
         """
-        for version in versions_of(found):
+        for version in versions_of(collection):
             is_done = version.rotation is not None and version.rotation >= self.result.since
             if version.blob is None or is_done:
                 continue
@@ -117,15 +117,15 @@ class _BlobRotationRun(DataRotationRun):
                     new = await self._copied(version.blob)
                     # If this fails, keep the new blob: an attempt whose answer was lost may have
                     # stored the item.  If no item names the blob, `purge blobs` marks it.
-                    now = await self._append(ids, found, version, new)
+                    now = await self._append(ids, collection, version, new)
                     if now is None:
                         return  # the artifact was deleted
-                    found = now
+                    collection = now
                     # Another database may use blobs under another prefix.
                     if version.blob.prefix == self._store.prefix:
                         await self._store.mark(version.blob.name)
             except UNREADABLE as error:
-                row = f"{found.version.session_row}, {version.item}"
+                row = f"{collection.version.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
                     self.result.bad_blobs += 1
@@ -152,14 +152,14 @@ class _BlobRotationRun(DataRotationRun):
 
     @hides_locals
     async def _append(
-        self, ids: SessionIds, found: Collection, version: Version, new: Blob
+        self, ids: SessionIds, collection: Collection, version: Version, new: Blob
     ) -> Collection | None:
         """Append an item which says that *new* is now the blob of *version*, unless another process
         has re-encrypted the version.
 
         Return the artifact with all its items, or None if it was deleted.
         """
-        now: Collection | None = found
+        now: Collection | None = collection
         # The numbers are compared, not the versions: NaN in the metadata of one equals no other.
         while now is not None and version.item in {one.item for one in versions_of(now)}:
             item = reencrypted_item(
@@ -170,6 +170,6 @@ class _BlobRotationRun(DataRotationRun):
                 return now._replace(version=at, items=(*now.items, item))
             except (writes.MissingSession, writes.StaleRevision):
                 now = await self._collections.get(*ids[:3])
-                if now is not None and now.version.session_row != found.version.session_row:
+                if now is not None and now.version.session_row != collection.version.session_row:
                     now = None
         return now

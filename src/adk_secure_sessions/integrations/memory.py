@@ -282,11 +282,11 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
         if memory is None:
             return SearchMemoryResponse()
         if self._ranker is None:
-            found = await memory.search(query)
+            entries = await memory.search(query)
         else:
-            found = await _ranked(self._ranker, query, memory)
+            entries = await _ranked(self._ranker, query, memory)
         row = memory.version.session_row
-        return SearchMemoryResponse(memories=[entry.memory(row) for entry in found])
+        return SearchMemoryResponse(memories=[entry.memory(row) for entry in entries])
 
     @accessed("memory.delete")
     async def delete_memory(
@@ -303,8 +303,8 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             return
 
         def deletion(memory: UserMemory) -> _Planned | None:
-            found = memory.with_id(memory_id)
-            return _item(drop=found, deleted=[memory_id]) if found else None
+            entries = memory.with_id(memory_id)
+            return _item(drop=entries, deleted=[memory_id]) if entries else None
 
         await self._write(app_name, user_id, deletion)
 
@@ -381,26 +381,26 @@ class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
             memory = cache.get(address)
             if memory is not None:
                 version = memory.version
-                found = await self._collections.get(*address, limit=0)
-                if found is not None and found.version == version:
+                collection = await self._collections.get(*address, limit=0)
+                if collection is not None and collection.version == version:
                     return memory
                 cache.drop(address)
                 # Otherwise, the memory was rewritten, or was erased and created again.
                 if (
-                    found
-                    and found.version.session_row == version.session_row
-                    and found.size > version.revision
+                    collection
+                    and collection.version.session_row == version.session_row
+                    and collection.size > version.revision
                 ):
-                    number = found.size - version.revision
-                    found = await self._collections.get(*address, limit=number)
-                    if found and await _applied(memory, found):
+                    number = collection.size - version.revision
+                    collection = await self._collections.get(*address, limit=number)
+                    if collection and await _applied(memory, collection):
                         _cache_memory(cache, address, memory)
                         return memory
-            found = await self._collections.get(*address)
-            if found is None:
+            collection = await self._collections.get(*address)
+            if collection is None:
                 return None
-            memory = UserMemory(found.version._replace(revision=0))
-            await _applied(memory, found)
+            memory = UserMemory(collection.version._replace(revision=0))
+            await _applied(memory, collection)
             _cache_memory(cache, address, memory)
             return memory
 
@@ -414,10 +414,10 @@ def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
     cache.put(address, memory, len(memory.entries) + _USER_SIZE)
 
 
-async def _applied(memory: UserMemory, found: Collection) -> bool:
-    """Apply the items of *found* to *memory*; return False if they are not its next ones."""
-    version = found.version._replace(revision=found.size - len(found.items))
-    async for item, writer in paced(await _decoded(found)):
+async def _applied(memory: UserMemory, collection: Collection) -> bool:
+    """Apply the items of *collection* to *memory*; return False if they are not its next ones."""
+    version = collection.version._replace(revision=collection.size - len(collection.items))
+    async for item, writer in paced(await _decoded(collection)):
         with memory.lock:
             if memory.version != version:  # another process or thread has changed the memory
                 return False
@@ -426,11 +426,11 @@ async def _applied(memory: UserMemory, found: Collection) -> bool:
     return True
 
 
-async def _decoded(found: Collection) -> list[tuple[MemoryItem, str]]:
-    """Return the items of *found*, each with the version of google-adk that wrote it."""
-    row, first = found.version.session_row, found.size - len(found.items)
+async def _decoded(collection: Collection) -> list[tuple[MemoryItem, str]]:
+    """Return the items of *collection*, each with the version of google-adk that wrote it."""
+    row, first = collection.version.session_row, collection.size - len(collection.items)
     items = []
-    async for number, plaintext in paced(enumerate(found.items, first)):
+    async for number, plaintext in paced(enumerate(collection.items, first)):
         try:
             writer, values = json_text.read_event(plaintext)
             items.append((parse_item(values, number), writer))
@@ -462,11 +462,11 @@ def _item(
 
 
 async def _encoded(items: Iterable[NewItem]) -> list[bytes]:
-    found = []
+    encoded = []
     async for item, entries in paced(items):
         add = [None if entry is None else entry.values() for entry in entries]
-        found.append(encode_item(item._replace(add=add).values()))
-    return found
+        encoded.append(encode_item(item._replace(add=add).values()))
+    return encoded
 
 
 async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
@@ -484,9 +484,9 @@ async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[
         raise ConfigurationError(
             "the ranker must return a sequence of entries that it was given for this query"
         )
-    found = [offered[one] for one in answer]
+    ranked = [offered[one] for one in answer]
     with memory.lock:  # an entry may have been deleted while the ranker ran
-        return [entry for key, entry in found if memory.entries.get(key) is entry]
+        return [entry for key, entry in ranked if memory.entries.get(key) is entry]
 
 
 # --- check what is added -------------------------------------------------------------------------
