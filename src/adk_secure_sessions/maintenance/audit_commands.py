@@ -283,8 +283,8 @@ class _Trail:
     async def chains(self) -> AsyncIterator[tuple[bytes, Any]]:
         """Yield the ids of all chains, as they began, and their last times; all unauthenticated."""
         query, size = (_CHAINS, _columns.chain), self._db.limits.keys_per_page
-        async for found in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
-            for chain, last in found:
+        async for page in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
+            for chain, last in page:
                 yield chain, last
 
     async def check(
@@ -380,10 +380,10 @@ class _Heads:
         for name, lines in logs.items():
             before = self.number
             for line in lines:
-                found = _head_in(line, trail.keyring.database_id.hex())
-                if found is not None:
+                head = _head_in(line, trail.keyring.database_id.hex())
+                if head is not None:
                     self.number += 1
-                    self._add(*found)
+                    self._add(*head)
             if self.number == before:
                 detail = f"no line of the log {name!r} is a head of this database"
                 self._add_bad("", Reason.MISSING, detail)

@@ -95,10 +95,10 @@ async def count_records(
         walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
             groups = await span.read(db.unit.read, query, key)
-            found = await current.of({owner for owner, *_ in groups})
+            current_keys = await current.of({owner for owner, *_ in groups})
             keys = {
                 owner: row.id
-                for owner, row in found.items()
+                for owner, row in current_keys.items()
                 if isinstance(row.created_at, int)
                 and row.created_at >= since
                 and (masters is None or can_unwrap(row, masters))

@@ -378,8 +378,8 @@ def _retire_masters(
         clusters.claim(connection, *clusters.KEYRING_CLAIMS)
         # Wait for open transactions that store a data key: one of the masters may wrap that key.
         dialect_of(connection).lock_tables(connection, data_keys)
-    found = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
-    stored = {MasterKeyRow(*row) for row in found}
+    stored_rows = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
+    stored = {MasterKeyRow(*row) for row in stored_rows}
     # Another run of `retire` may have deleted some.
     rows = [row for row in known.values() if row.purpose == DATA and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]

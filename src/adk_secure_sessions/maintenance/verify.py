@@ -226,8 +226,8 @@ class _Verifier:
         }
         listed = (await self._db.survey()).features
         replayed = [
-            unlisted(found, feature, f"the next {writer} adds the feature")
-            for feature, (found, writer) in _ROWS.items()
+            unlisted(evidence, feature, f"the next {writer} adds the feature")
+            for feature, (evidence, writer) in _ROWS.items()
             if has_rows[feature] and feature not in listed
         ]
         if self._db.trail_was_unlisted:
@@ -288,9 +288,9 @@ class _Verifier:
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
-            found = await self._db.unit.run(reads.CheckLocatedSession(identity, check))
-            if found is not None:  # None: the session was deleted after its ids were read
-                session, history = found
+            checked = await self._db.unit.run(reads.CheckLocatedSession(identity, check))
+            if checked is not None:  # None: the session was deleted after its ids were read
+                session, history = checked
                 with locating_errors(snapshots.name, session.row.id):
                     load_state(b"{}" if session.snapshot is None else session.snapshot)
                 with locating_errors(sessions.name, session.row.id):
@@ -347,8 +347,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         # An erasure may have deleted the owner's row after the data keys were read here.  In that
         # case, the erasure has also deleted the data keys.  So report only data keys that still
         # exist.
-        found = await db.unit.read_data_keys([row.owner for row in lost])
-        there = {key.id for key in found.data_keys}
+        stored = await db.unit.read_data_keys([row.owner for row in lost])
+        there = {key.id for key in stored.data_keys}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
                 problems.add(data_keys.name, row.id, Reason.MISSING, detail)

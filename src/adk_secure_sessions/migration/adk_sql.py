@@ -3,8 +3,8 @@
 The queries select columns without types, so that neither SQLAlchemy nor the driver converts texts,
 times and JSON.
 
-Here, the *names* of a row are the values of its primary key: an app name; an app name and a user
-id; or an app name, a user id and a session id.
+Here, the *key* of a row has the values of its primary key: an app name; an app name and a user id;
+or an app name, a user id and a session id.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,11 +95,11 @@ _SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 # ignore case.  Python would then not find the session of an event whose ids have another case.
 _OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
 
-# The names of the last row that was listed.
+# The key of the last row that was listed.
 After = tuple[str, ...]
 T = TypeVar("T")
 Page = tuple[list[T], After | None]
-# The names of apps or users, each with the unconverted state.
+# The keys of apps or users, each with the unconverted state.
 StateRows = Sequence[tuple[After, Any]]
 
 
@@ -121,14 +121,14 @@ class AdkQueries:
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:
         kinds = kinds_in(connection)
-        found = [kind for kind in self.kinds if kind in kinds]
-        if not found:
+        own_kinds = [kind for kind in self.kinds if kind in kinds]
+        if not own_kinds:
             others = ", ".join(kinds) or "no sessions"
             raise ConfigurationError(
                 "the database contains no tables of google-adk's session services (found: "
                 f"{others}): check the URL of the source"
             )
-        self.kind: Kind = found[0]
+        self.kind: Kind = own_kinds[0]
         self.dialect: str = connection.dialect.name
         self._is_mysql = self.dialect in ("mysql", "mariadb")
         self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self.dialect)
@@ -186,10 +186,10 @@ class AdkQueries:
             sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._size_columns
         )
         size: Any = sum(sizes, start=sa.literal(0))
-        found, position = self._sessions(
+        sessions, position = self._sessions(
             connection, self._within(selection), after, PAGE, self._size(_s.c.state), size
         )
-        sized = [(session, int(size) + int(row.state or 0)) for session, row, size in found]
+        sized = [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
         return sized, position
 
     def _sessions(
@@ -215,21 +215,21 @@ class AdkQueries:
         counting = counting.where(sa.not_(self._is_after(_SESSION_KEY, keys[-1])))
         counts: dict[tuple[Any, ...], Any]
         counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
-        found = []
+        sessions = []
         for key, row in zip(keys, rows, strict=True):
             number, total = counts.get(tuple(row[:3]), (0, 0))
             version = f"{_shown(row.create_time)} {_shown(row.update_time)} {number}"
-            found.append((SourceSession(key[0], key[1], key[2], version), row, total))
-        return found, keys[-1] if len(rows) == limit else None
+            sessions.append((SourceSession(key[0], key[1], key[2], version), row, total))
+        return sessions, keys[-1] if len(rows) == limit else None
 
-    def versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
+    def session_versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
 
         def page(after: After | None) -> Page[tuple[SourceSession, Any, Any]]:
             return self._sessions(connection, [], after, PAGE, sa.null(), sa.literal(0))
 
-        for found in _pages(page):
-            yield from (session for session, _, _ in found)
+        for sessions in _pages(page):
+            yield from (session for session, _, _ in sessions)
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
         for table in STATE_TABLES:
@@ -257,32 +257,30 @@ class AdkQueries:
         return {tuple(row[:3]): row for row in connection.execute(query)}
 
     def lookup(
-        self, connection: sa.Connection, names: Sequence[str], after: After | None = None
+        self, connection: sa.Connection, key: Sequence[str], after: After | None = None
     ) -> Page[tuple[SourceSession, Row]]:
-        """Return the next sessions of an app, a user or, with three *names*, with these ids."""
-        if not can_store(self.dialect, *names):
+        """Return the next sessions of an app, a user or, if *key* has three ids, with these."""
+        if not can_store(self.dialect, *key):
             return [], None
-        named = [column == name for column, name in zip(_SESSION_KEY, names, strict=False)]
-        found, position = self._sessions(
+        named = [column == name for column, name in zip(_SESSION_KEY, key, strict=False)]
+        sessions, position = self._sessions(
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
-        # MySQL may find rows whose names differ from *names*, for example in case.
-        rows = [
-            (session, row) for session, row, _ in found if session[: len(names)] == tuple(names)
-        ]
+        # MySQL may find rows whose keys differ from *key*, for example in case.
+        rows = [(session, row) for session, row, _ in sessions if session[: len(key)] == tuple(key)]
         return rows, position
 
-    def state(self, connection: sa.Connection, table: sa.Table, names: Sequence[str]) -> Any:
+    def state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
 
-        On MySQL, the name in the row may have another spelling than *names*, for example in case.
+        On MySQL, the key in the row may have another spelling than *key*, for example in case.
         google-adk uses the same row.
         """
-        if not can_store(self.dialect, *names):
+        if not can_store(self.dialect, *key):
             return None
         query = sa.select(self._json(table.c.state))
-        found = [column == name for column, name in zip(table.primary_key, names, strict=True)]
-        return connection.scalar(query.where(*found))
+        conditions = [column == name for column, name in zip(table.primary_key, key, strict=True)]
+        return connection.scalar(query.where(*conditions))
 
     def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the three ids and the columns of each event, in the order of google-adk."""
@@ -341,8 +339,8 @@ class AdkQueries:
         query = sa.select(*key, self._json(table.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
         rows = connection.execute(query).all()
-        found = [(self._text_ids(row[:-1]), row[-1]) for row in rows]
-        return found, found[-1][0] if len(rows) == STATES else None
+        states = [(self._text_ids(row[:-1]), row[-1]) for row in rows]
+        return states, states[-1][0] if len(rows) == STATES else None
 
     def aliases(
         self, connection: sa.Connection, selection: Selection, table: sa.Table
@@ -423,10 +421,10 @@ class AdkQueries:
         if not self._is_mysql:
             condition: sa.ColumnElement[bool] = sa.tuple_(*columns) > sa.tuple_(*key)
             return condition
-        found = columns[-1] > key[-1]
+        condition = columns[-1] > key[-1]
         for column, value in zip(columns[-2::-1], key[-2::-1], strict=True):
-            found = sa.or_(column > value, sa.and_(column == value, found))
-        return found
+            condition = sa.or_(column > value, sa.and_(column == value, condition))
+        return condition
 
     def _is_one_of(
         self, columns: Sequence[sa.ColumnElement[Any]], keys: Sequence[tuple[str, ...]]

@@ -167,7 +167,7 @@ class AdkTables(Source):
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         """Return the session with these ids; None if there is none."""
         queries = await self.queries()
-        work = partial(queries.lookup, names=(app_name, user_id, session_id))
+        work = partial(queries.lookup, key=(app_name, user_id, session_id))
         rows, _ = await self.run(work)
         return rows[0][0] if rows else None
 
@@ -175,20 +175,20 @@ class AdkTables(Source):
         self, app_name: str, user_id: str | None
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""
-        names = (app_name,) if user_id is None else (app_name, user_id)
+        key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
-        async for rows in self._pages(partial(queries.lookup, names=names)):
+        async for rows in self._pages(partial(queries.lookup, key=key)):
             yield {session: readable(queries.content, session, row, []) for session, row in rows}
 
     async def state(
         self, app_name: str, user_id: str | None = None
     ) -> JsonObject | Unreadable | None:
         """Return the state of a user, or of an app; None if the source has none."""
-        names = (app_name,) if user_id is None else (app_name, user_id)
+        key = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
         queries = await self.queries()
-        row = await self.run(partial(queries.state, table=table, names=names))
-        return None if row is None else readable(_state, queries, names, row)
+        row = await self.run(partial(queries.state, table=table, key=key))
+        return None if row is None else readable(_state, queries, key, row)
 
     async def close(self) -> None:
         if self._found is not None and self._found.pickles is not None:
@@ -240,11 +240,11 @@ class AdkTables(Source):
 
 def convert_states(queries: AdkQueries, rows: StateRows) -> States:
     """Convert *rows*, which `AdkQueries.states` has read."""
-    return {names: readable(_state, queries, names, state) for names, state in rows}
+    return {key: readable(_state, queries, key, state) for key, state in rows}
 
 
-def _state(queries: AdkQueries, names: tuple[str, ...], stored: object) -> JsonObject:
-    check_names(*names)
+def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> JsonObject:
+    check_names(*key)
     return queries.convert_state(stored)
 
 

@@ -127,7 +127,7 @@ def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connec
     """Lock the tables, and return whether all sessions and states were compared in this version."""
     with taking_bytes(connection):
         queries.lock(connection)
-        if not all(map(run.walk.has_visited, queries.versions(connection))):
+        if not all(map(run.walk.has_visited, queries.session_versions(connection))):
             return False
         for rows in queries.all_states(connection):
             for ids, state in encode_states(convert_states(queries, rows)).items():
