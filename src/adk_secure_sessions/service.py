@@ -377,7 +377,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             reads.ListEvents(identity, events.decode, position, limit=limit, newest=newest)
         )
         if page is None:
-            raise SessionNotFoundError("Session not page.")
+            raise SessionNotFoundError("Session not found.")
         return EventPage(page.items, event_position_text(page.next))
 
     async def iterate_events(
@@ -687,7 +687,7 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
         identity = await self._unit.identify(session.app_name, session.user_id, session.id)
         loaded = await self._unit.run(reads.GetSession(identity, events.decode, limit=1))
         if loaded is None:
-            raise SessionNotFoundError("Session not loaded.")
+            raise SessionNotFoundError("Session not found.")
         view, last = loaded
         known, stored = session.events[-1:], view.session
         same_end = [event.id for event in known] == [event.id for event in last]
