@@ -348,7 +348,7 @@ class _Listing(ReadOperation):
     skip: bool = False
 
     def __post_init__(self) -> None:
-        self.reads_keys = self.of_app or self.skip
+        self.reads_keys: bool = self.of_app or self.skip
 
     async def _views(
         self,

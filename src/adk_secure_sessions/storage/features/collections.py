@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -29,6 +29,7 @@ from adk_secure_sessions.storage.writes import (
     CreateSession,
     DeleteSession,
     DuplicateSession,
+    Locks,
     MissingSession,
     NewEvent,
     OwnerChanges,
@@ -228,7 +229,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    locks = (sql.LOCK_SESSION, sql.LOCK_USER)
+    locks: Locks = field(default=(sql.LOCK_SESSION, sql.LOCK_USER), init=False)
 
     expected: SessionVersion
     items: Sequence[bytes]

@@ -50,6 +50,7 @@ from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import (
     Changes,
+    Locks,
     NewSession,
     OwnerChanges,
     Write,
@@ -245,7 +246,7 @@ class ImportSession(_Import[ImportStatus]):
     """
 
     # Not the app: long imports would wait for each other.
-    locks = (sql.LOCK_SESSION, sql.LOCK_USER)
+    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class ImportSession(_Import[ImportStatus]):
         self._times = times
         # One request inserts the events of one group.
         self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
-        self.locks_rows = len(self._groups) > 1
+        self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:

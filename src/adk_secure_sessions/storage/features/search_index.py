@@ -25,7 +25,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork, apply_changes
-from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
+from adk_secure_sessions.storage.writes import Locks, OwnerChanges, Write, read_rows
 
 
 class SearchIndex:
@@ -155,7 +155,7 @@ class FindPage(ListPage):
     def __init__(self, identity: Identity, options: PageOptions, lookup: Lookup) -> None:
         super().__init__(identity, options)
         self._lookup = lookup
-        self.found_by = "user" if lookup.of_users else "session"
+        self.found_by: sql.FoundBy | None = "user" if lookup.of_users else "session"
 
     def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
@@ -209,7 +209,7 @@ class CorrectIndexed(Write[int]):
     of_user: bool
 
     def __post_init__(self) -> None:
-        self.locks = (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
+        self.locks: Locks = (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
