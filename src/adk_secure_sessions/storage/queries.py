@@ -196,8 +196,8 @@ _APP_AND_USER = (_APP_ROW, _USER_ROW, _witness(_app_tag, _user_tag))
 def _session(
     *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions, seal: Any = None
 ) -> sa.Select[Any]:
-    head = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
-    last_seq = sa.func.coalesce(head.scalar_subquery(), sa.literal_column("-1"))
+    highest = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
+    last_seq = sa.func.coalesce(highest.scalar_subquery(), sa.literal_column("-1"))
     query = SESSION.select(*conditions, last_number=last_seq, last_blob=seal)
     return query.select_from(source)
 
