@@ -182,8 +182,12 @@ def open_session_row(
     """
     cache, witness = attempt.cache, rows.witnesses.get(row.tag)
     cached, unchanged = cache.sessions.get(row.tag), None
-    has_all_events = rows.last_seqs.get(row.id) == row.revision - 1
-    if cached and cached.value.row == row and row.user_row == user.row.id and has_all_events:
+    if (
+        cached
+        and cached.value.row == row  # so its revision is a number
+        and row.user_row == user.row.id
+        and rows.last_seqs.get(row.id) == row.revision - 1
+    ):
         unchanged = cached.value
     is_complete = unchanged is not None and (unchanged.snapshot is not None or not with_snapshot)
     if unchanged and cached and is_complete and cached.witness == witness:
@@ -462,7 +466,7 @@ def _reject_older(
     if cached is None or cached.sequence > attempt.sequence_at_start:
         return
     newest = cached.value.version
-    if version < newest and cached.value.row.id == row_id:
+    if cached.value.row.id == row_id and version < newest:
         raise TamperedError(
             f"its version is {version}, and this process has read version {newest}: an older row "
             "was replayed; if the database was restored from a backup, restart the service",
