@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -121,6 +122,16 @@ def pytest_configure(config: pytest.Config) -> None:
     without_limits = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("without time limits", without_limits)
     settings.load_profile("without time limits")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Leave cases marked `soak` out before items are made of them, which costs each process 1 s."""
+    yield
+    if metafunc.config.getoption("markexpr").endswith("not soak"):
+        calls: list[Any] = metafunc._calls
+        kept = [call for call in calls if all(mark.name != "soak" for mark in call.marks)]
+        metafunc._calls = kept or calls[:1]  # without any, pytest would run the test once
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jsonschema
 import pytest
 import sqlalchemy as sa
 
@@ -51,6 +50,8 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 def check(said: Said, name: str) -> Any:
     """Return the output, which must be valid; *name* is a command, or `failure`."""
+    import jsonschema  # takes 1.4 s
+
     validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{quote(name)}"})
     validator.validate(said.json)
     # A number beyond this is read wrongly by programs that read numbers as floating point.
@@ -99,7 +100,9 @@ def test_schema_is_made_from_the_results_of_the_commands() -> None:
 
 
 def test_there_is_a_schema_for_each_command_and_each_describes_all_fields() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    from jsonschema import Draft202012Validator
+
+    Draft202012Validator.check_schema(SCHEMA)
     assert set(SCHEMA["$defs"]) == {*NAMES, "adk doctor", "failure", "problem"}
 
     def objects(of: dict[str, Any]) -> Iterator[dict[str, Any]]:
