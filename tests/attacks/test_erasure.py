@@ -380,10 +380,9 @@ class Marks:
         wanted = [text[::-1].encode() for text in self.reversed]
         found = []
         texts: dict[int, str | bytes | bytearray] = {}
-        for thing in gc.get_objects():
-            for one in gc.get_referents(thing):
-                if type(one) in (str, bytes, bytearray) and len(one) >= 24:
-                    texts[id(one)] = one
+        for one in gc.get_referents(*gc.get_objects()):
+            if type(one) in (str, bytes, bytearray) and len(one) >= 24:
+                texts[id(one)] = one
         mine = set(map(id, wanted))
         for key, text in texts.items():
             data = text.encode("utf-8", "replace") if isinstance(text, str) else text

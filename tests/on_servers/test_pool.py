@@ -64,12 +64,12 @@ async def test_waiting_too_long_for_a_connection_is_an_error_that_says_what_to_d
     [
         {"poolclass": NullPool},
         {"poolclass": AsyncAdaptedQueuePool, "pool_size": 1},
-        {"pool_recycle": 0},
         {"isolation_level": "READ COMMITTED"},
         *(
             pytest.param(options, marks=pytest.mark.soak)
             for options in (
                 {"pool_pre_ping": True},
+                {"pool_recycle": 0},
                 {"pool_recycle": 3600, "pool_size": 2, "max_overflow": 1},
                 {"max_overflow": 3, "pool_size": 1},
                 {"pool_size": 3, "pool_timeout": 5, "pool_use_lifo": True},

@@ -84,7 +84,7 @@ async def test_connections_that_are_in_use_when_a_pooler_is_found_are_closed(url
     async with EncryptedSessionService(url, backend) as service:
         await together(*(converse(service, n) for n in range(4)))
     before = open_connections()
-    for _ in range(4):
+    for _ in range(2):
         async with maintenance.Database(url, backend) as db:
             await together(
                 *(maintenance.status(db) for _ in range(4)),
