@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,14 @@ BACKENDS = [name for name, path in MODULES.items() if "    backend_id = " in pat
 assert len(BACKENDS) >= 3, "backends not found: an empty search must not pass as success"
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the absolute name of each import of *path*, also of those inside functions."""
-    yield from imported_by(ast.walk(ast.parse(path.read_text())))
+    yield from imported_by(ast.walk(parsed(path)))
 
 
 def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -128,7 +134,7 @@ def test_no_two_classes_have_one_name() -> None:
     names = Counter(
         node.name
         for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, number in names.items() if number > 1] == []
@@ -169,7 +175,7 @@ OPTIONAL = {
 def test_optional_libraries_are_imported_where_they_are_used() -> None:
     """The package can be imported without them."""
     for module, path in MODULES.items():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = set(imported_by(at_once))
         of_google = {name for name in names if name.startswith(("google.cloud", "google.api_core"))}

@@ -69,6 +69,24 @@ def adk(url: str) -> BaseSessionService:
 
 
 async def fill(url: str, *, app: str = APP, sessions: int = 3) -> None:
+    """Add sessions; a new file gets the bytes that an earlier test has filled one with."""
+    path = Path(url.partition(":///")[2])
+    if not url.startswith("sqlite") or path.exists():
+        await fill_by_google_adk(url, app, sessions)
+        return
+    key = (url.endswith("adk-web.db"), app, sessions)
+    if key in FILLED:
+        path.write_bytes(FILLED[key])
+        return
+    await fill_by_google_adk(url, app, sessions)
+    if sessions:
+        FILLED[key] = path.read_bytes()
+
+
+FILLED: dict[tuple[bool, str, int], bytes] = {}
+
+
+async def fill_by_google_adk(url: str, app: str, sessions: int) -> None:
     plain = adk(url)
     for user in ("ada", "bob"):
         for number in range(sessions):
