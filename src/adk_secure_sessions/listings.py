@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from google.adk.events import Event
 from google.adk.sessions import Session
 
-from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.events import MAX_SECONDS, microseconds
 from adk_secure_sessions.formats.records import LINK_LENGTH
 from adk_secure_sessions.storage import reads
 
@@ -58,6 +58,12 @@ def period(after: float | None, before: float | None) -> range | None:
     """Return the microseconds from *after* until before *before*; None if both are None."""
     if after is None and before is None:
         return None
+    for name, at in (("updated_after", after), ("updated_before", before)):
+        if at is not None and not (isinstance(at, float | int) and abs(at) <= MAX_SECONDS):
+            raise ValueError(
+                f"{name} must be seconds since 1970, such as time.time() or the timestamp() of a "
+                "datetime"
+            )
     first = -(2**63) if after is None else microseconds(after)
     return range(first, 2**63 - 1 if before is None else microseconds(before))
 

@@ -555,7 +555,9 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             check_ids(app_name)
             return await self._index.find(app_name, key, _as_stored(value), options)
         if options.updated is None or value is not None:
-            raise ValueError("give key and value, updated_after or updated_before, or all of them")
+            raise ValueError(
+                "give a key, updated_after or updated_before; a value needs the key, too"
+            )
         return await self._list(app_name, None, options)
 
     async def _list(
@@ -718,8 +720,9 @@ async def append_event_to_latest(
     state delta was computed from the old session, a stale session must stay an error.
 
     No lock is held.  After a `StaleSessionError` or an error with `retryable`, the session is
-    loaded again.  If it contains an event with the id of *event*, an attempt whose answer was lost
-    has stored it.  For the same reason, you may repeat a call that failed or was cancelled.
+    loaded again, with all its events.  If it contains an event with the id of *event*, an attempt
+    whose answer was lost has stored it.  Therefore, you may repeat a call that failed or was
+    cancelled: with the same *session*, or with one that was loaded with all events.
 
     Args:
         service: A service of this package.
@@ -752,9 +755,15 @@ async def append_event_to_latest(
                 raise
             failed = error
         temporary = {key: session.state[key] for key in session.state if key.startswith("temp:")}
-        latest = await service.get_session(
-            app_name=app_name, user_id=user_id, session_id=session_id
-        )
+        try:
+            latest = await service.get_session(
+                app_name=app_name, user_id=user_id, session_id=session_id
+            )
+        except SecureSessionError as error:
+            if not error.retryable:
+                raise
+            failed = error  # if the event is stored, the next attempt finds *session* stale
+            continue
         if latest is None:
             raise SessionNotFoundError("Session not found.")
         latest.state.update(temporary)

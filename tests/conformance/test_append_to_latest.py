@@ -88,7 +88,7 @@ async def test_call_that_failed_can_be_repeated(tmp_path: Path) -> None:
         faults.data.after(Point.WRITE, lost(), nth=None)
         faults.data.before(Point.READ, lost(), nth=None)  # it cannot be loaded again, either
         with pytest.raises(DatabaseError):
-            await append_event_to_latest(service, session, new)
+            await append_event_to_latest(service, session, new, attempts=1)
         faults.data.forget()
         latest = await append_event_to_latest(service, session, new)
         assert latest is not session  # the call that failed had stored the event
@@ -121,9 +121,16 @@ async def test_event_that_only_the_session_object_has_is_stored(
 
 
 class Failing(EncryptedSessionService):
-    """Raises `failure` at the next append, and stores nothing."""
+    """Raises `failure` at the next append, which stores nothing, or `failure_of_read` at a read."""
 
     failure: SecureSessionError | None = None
+    failure_of_read: SecureSessionError | None = None
+
+    async def get_session(self, **options: Any) -> Session | None:
+        failure, self.failure_of_read = self.failure_of_read, None
+        if failure is not None:
+            raise failure
+        return await super().get_session(**options)
 
     async def append_event(self, session: Session, event: Event) -> Event:
         failure, self.failure = self.failure, None
@@ -136,8 +143,14 @@ async def test_only_retryable_errors_are_retried(tmp_path: Path) -> None:
     async with Failing(f"sqlite:///{tmp_path}/s.db", BACKEND) as service:
         session = await service.create_session(**WHO)
         service.failure = SecureSessionError("too many writers", retryable=True)
+        service.failure_of_read = DatabaseError("down", retryable=True)
         latest = await append_event_to_latest(service, session, event("new"))
+        assert latest is session  # it could not be loaded again, and was current
         service.failure = DatabaseError("full")
+        with pytest.raises(DatabaseError, match="full"):
+            await append_event_to_latest(service, latest, event("next"))
+        service.failure = SecureSessionError("too many writers", retryable=True)
+        service.failure_of_read = DatabaseError("full")
         with pytest.raises(DatabaseError, match="full"):
             await append_event_to_latest(service, latest, event("next"))
         assert len(ids(await reload(service, latest))) == 1

@@ -1,5 +1,6 @@
 """`find_sessions` by the time of the last update."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -65,5 +66,7 @@ async def test_search_needs_a_key_or_a_time(service: BaseSessionService) -> None
     for options in ({}, {"value": 1}, {"updated_after": START, "value": 1}):
         with pytest.raises(ValueError, match="updated_after"):
             await found(service, **options)
-    with pytest.raises(ValueError, match="timestamp"):
-        await found(service, updated_before=float("nan"))
+    wrong: tuple[Any, ...] = (float("nan"), 1e300, "2026", datetime.now(UTC))
+    for at in wrong:
+        with pytest.raises(ValueError, match="updated_before must be seconds since 1970"):
+            await found(service, updated_before=at)

@@ -24,6 +24,9 @@ _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 _parser = cache(EventParser)
 
 
+MAX_SECONDS = 9e12  # the largest time since 1970 that fits into a column of microseconds
+
+
 @cache
 def _serializer() -> SchemaSerializer | None:
     """Return the serializer, which is also used for subclasses of `Event`, and omits the fields
@@ -36,7 +39,7 @@ def microseconds(timestamp: float) -> int:
     """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
     which ADK uses; raise ValueError for an impossible time.
     """
-    if not -9e12 <= timestamp <= 9e12:  # or it is not a number
+    if not abs(timestamp) <= MAX_SECONDS:  # or it is not a number
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
     return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
