@@ -315,7 +315,7 @@ async def test_junk_data_key_does_not_stop_its_owner_and_is_named_by_verify(
             assert await get(service, db, who)
 
 
-HUGE = "zeroblob(16000000)"
+HUGE = "zeroblob(10000000)"
 HUGE_VALUES = {
     "keyring, wrapped": ("secure_keyring", f"42, 'data', root_key_id, created_at, {HUGE}"),
     "keyring, purpose": ("secure_keyring", f"42, {HUGE}, root_key_id, created_at, wrapped"),

@@ -177,7 +177,7 @@ async def test_empty_source_ends_no_migration(source_url: str, target_url: str) 
 
 @pytest.mark.parametrize("source_url", ["sqlite", "adk web"], indirect=True)
 async def test_no_bytes_remain_in_the_files(source_url: str, target_url: str) -> None:
-    await fill(source_url, sessions=20)
+    await fill(source_url, sessions=6)
     path = Path(source_url.partition(":///")[2])
     await copied(source_url, target_url)
     needle = NEEDLE.encode()

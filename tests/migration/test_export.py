@@ -63,6 +63,15 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield url.set(drivername=driver).render_as_string(hide_password=False)
 
 
+# What differs between databases is in the statements of google-adk's service, which
+# `test_google_adk_reads_what_was_exported` runs on all of them.
+servers_later = pytest.mark.parametrize(
+    "target",
+    ["sqlite", *(pytest.param(name, marks=pytest.mark.soak) for name in ADK_DRIVERS)],
+    indirect=True,
+)
+
+
 @pytest.fixture
 def adk_file(tmp_path: Path) -> str:
     return f"sqlite+aiosqlite:///{tmp_path}/adk.db"
@@ -149,6 +158,7 @@ async def test_google_adk_reads_what_was_exported(file_url: str, target: str) ->
             check_equal(expected[ids], session)
 
 
+@servers_later
 async def test_states_of_all_scopes_ids_and_long_histories_are_exported(
     file_url: str, target: str
 ) -> None:
@@ -241,6 +251,7 @@ async def test_expired_sessions_are_not_exported(file_url: str, adk_file: str) -
 # --- again, and other content --------------------------------------------------------------------
 
 
+@servers_later
 async def test_interrupted_export_can_be_repeated(file_url: str, target: str) -> None:
     await fill(file_url, users=("ada", "bob"), sessions=3)
 
