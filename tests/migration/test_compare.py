@@ -198,7 +198,7 @@ async def test_every_difference_is_found(file_url: str) -> None:
         "s3": f"{behind}updated_at, number of events (2, 3)",
         "s4": f"{behind}updated_at",
         "s5": "its state is not JSON",
-        "s6": "it was copied before, and the source no longer has it",
+        "s6": "it was copied before, and this source does not have it",
         "s7": "both sides have changed or deleted it since it was copied",
         "new": "it was not copied",
         "ada": "the state has changed in the source since it was copied",

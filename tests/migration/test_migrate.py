@@ -254,6 +254,20 @@ async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str
     assert numbers(await copy(source, url)) == {"unchanged": 3}
 
 
+async def test_copies_of_another_source_are_not_gone_if_it_has_other_apps(file_url: str) -> None:
+    first, second, empty = filled(), MemorySource(), MemorySource()
+    second.put("ada", "s0", app="lab", events=2)
+    empty.apps["lab"] = {}  # all its sessions were deleted, but not the state of their app
+    assert (await copy(first, file_url)).succeeded
+    assert (await copy(second, file_url, delete_gone=True)).succeeded
+    async with database(file_url) as db:
+        assert (await compare(second, db)).clean
+        assert await db.imports.withdraw_migration()
+    assert numbers(await copy(empty, file_url)) == {"states": 1, "gone": 1}
+    first.remove("ada", "s0")
+    assert (await copy(first, file_url)).gone == 1
+
+
 async def test_gone_session_that_a_service_continues_meanwhile_is_neither_deleted_nor_counted(
     file_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

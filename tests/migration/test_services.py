@@ -268,7 +268,11 @@ async def test_named_apps_are_not_everything_that_was_to_be_copied(tmp_path: Pat
         done = await compare(source, db)
         assert (done.clean, done.completed) == (True, False)
         assert await db.imports.migration_end() is None
-        await migrate(ServiceSource(service, ["b"]), db)
+        of_b = ServiceSource(service, ["b"])
+        assert (await migrate(of_b, db)).succeeded
+        assert (await compare(of_b, db)).clean
+        for no_app in (ServiceSource(service, []), ServiceSource(InMemorySessionService(), ["b"])):
+            assert (await migrate(no_app, db)).gone == 0
         with pytest.raises(ConfigurationError, match="without app_name"):
             await migrate(source, db, delete_gone=True)
         assert (await migrate(source, db, selection=only_a, delete_gone=True)).gone == 0

@@ -99,7 +99,7 @@ def migrate() -> None:
 @click.option(
     "--delete-gone",
     is_flag=True,
-    help="Delete copied sessions in the target that the source no longer has.",
+    help="Delete copied sessions of the apps of this source that it no longer has.",
 )
 @click.option(
     "--events-per-second",

@@ -44,7 +44,7 @@ CONFLICTS = {
     ImportStatus.CONFLICT: "both sides have changed or deleted it since it was copied",
     ImportStatus.SAME_ID: "the target has one with the same ids that was not copied",
 }
-GONE = "it was copied before, and the source no longer has it"
+GONE = "it was copied before, and this source does not have it"
 
 
 class Stop(Exception):
@@ -104,6 +104,8 @@ class Walk:
         # listed again, for example by a replica that lagged behind, it has not been visited.
         self._unread: set[bytes] = set()
         self._missing: dict[bytes, int] = {}
+        # The apps whose copies may be gone.  The copies of other apps are those of another source.
+        self._app_names = {self.selection.app_name} - {None}
         # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
         self.has_unknown_ids: bool = False
 
@@ -127,6 +129,7 @@ class Walk:
     async def _listed(self) -> AsyncIterator[Sequence[SourceSession]]:
         async for listed in self.source.sessions(self.selection):
             self.has_unknown_ids |= not all(session.has_ids for session in listed)
+            self._app_names.update(session.app_name for session in listed)
             yield listed
 
     async def read_again(self, pair: SessionPair) -> SessionPair | None:
@@ -138,6 +141,7 @@ class Walk:
     async def states(self) -> AsyncIterator[Sequence[StatePair]]:
         """Yield the states of users, and then those of apps, in batches."""
         async for batch in self.source.states(self.selection):
+            self._app_names.update(ids[0] for ids in batch)
             yield await self._state_pairs(encode_states(batch))
 
     async def state_read_again(self, pair: StatePair) -> StatePair:
@@ -165,12 +169,15 @@ class Walk:
     ) -> AsyncIterator[tuple[tuple[str, str, str], bytes, MigratedRow | Unreadable]]:
         """Yield the ids and tags of copied sessions that the source no longer has, and the copies.
 
-        Sessions that were continued in the target, or have expired there, are left out: the source
-        may not list an expired session.  No session is gone with `since`, after a comparison has
+        Sessions of apps that the source does not have are left out: they may be copies of another
+        source.  Without any app, the source is perhaps the wrong one, and all are gone.  Sessions
+        that were continued in the target, or have expired there, are also left out: the source may
+        not list an expired session.  No session is gone with `since`, after a comparison has
         ended the migration, or if ids of the source cannot be decrypted.  If the target cannot
         decrypt the ids of a copy, the session id is replaced by the table and row.
         """
-        if self.has_unknown_ids:
+        has_apps = bool(self._app_names)
+        if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
             return
         for tag, row in self._missing.items():
             for found in await sessions_in_rows(self.target, [row]):
@@ -180,7 +187,8 @@ class Walk:
                     continue
                 ids = found.ids_or_error[:3]
                 has_expired = found.columns.expires_at <= time.time_ns() // 1000
-                if found.columns.tag != tag or has_expired:
+                is_others = has_apps and ids[0] not in self._app_names
+                if found.columns.tag != tag or has_expired or is_others:
                     continue
                 copy = (await self.target.imports.imported([ids])).get(ids)
                 if copy and copy.is_untouched:
