@@ -85,6 +85,7 @@ async def purge(
     def is_due(session: StoredSession) -> bool:
         return session.row.updated_at < first or session.row.expires_at <= now
 
+    await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": first, "now": now}
     ((total,),) = await db.unit.read(_NUMBER_OF_DUE, times)
     meter = Meter(progress, int(total), rows_per_second)
