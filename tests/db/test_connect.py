@@ -75,8 +75,8 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("sqlite:///s.db", None, "sqlite:///k.db", "engine"),
         "one of key_db_url and key_db_engine",
     ),
-    "no URL": (("garbage",), "db_url is not a database URL"),
-    "no key URL": (("sqlite://", None, 5), "key_db_url is not a database URL"),
+    "no URL": (("garbage",), r"^db_url \(--db, --to\) is not a database URL"),
+    "no key URL": (("sqlite://", None, 5), r"key_db_url \(--key-db\) is not a database URL"),
     "no engine": ((None, 5), "db_engine must be a SQLAlchemy AsyncEngine, not int"),
     "synchronous engine": ((None, sa.create_engine("sqlite://")), "create_async_engine"),
     "no key engine": (("sqlite://", None, None, 5), "key_db_engine must be a SQLAlchemy"),
@@ -85,6 +85,10 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
         "not one of sqlite, sqlite\\+pysqlite",
     ),
     "unknown database": (("nosuch://h/d",), "names a database or driver that SQLAlchemy does not"),
+    "URI of google-adk's commands": (
+        ("encrypted+sqlite:///s.db?key=env:NAME",),
+        r"the database URL encrypted\+sqlite://... is a URI .* the URL without encrypted\+ and op",
+    ),
     "unknown driver": (("postgresql+nosuch://h/d",), "that SQLAlchemy does not know"),
     "synchronous driver of PostgreSQL": (
         ("postgresql+psycopg2://h/d",),

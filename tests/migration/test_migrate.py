@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, purge, verify
+from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
 from adk_secure_sessions.migration.source_walk import Walk
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
@@ -382,7 +383,33 @@ async def test_dry_run_changes_nothing_and_counts_what_would_happen(file_url: st
     assert len(found.events) == 3
 
 
+async def test_dry_run_rejects_a_key_database_that_does_not_exist(
+    file_url: str, tmp_path: Path
+) -> None:
+    keys = f"sqlite:///{tmp_path}/keys.db"
+    async with Database(file_url, AesGcmBackend(KEY), key_db_url=keys) as db:
+        await migrate(filled(), db, dry_run=True)  # both are new
+        await migrate(filled(), db)
+    async with Database(file_url, AesGcmBackend(KEY), key_db_url=keys + "x") as db:
+        with pytest.raises(ConfigurationError, match=r"there is no file .*keys\.dbx"):
+            await migrate(filled(), db, dry_run=True)
+
+
 # --- limits, progress, tampering -----------------------------------------------------------------
+
+
+async def test_time_without_a_row_earns_at_most_a_second_of_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, later = time.monotonic, 0
+    monkeypatch.setattr(time, "monotonic", lambda: real() + later)
+    limit = Meter(None, 0, 10)
+    later = 3600  # spent on rows that are not counted
+    began = real()
+    await limit.advance(10)
+    assert real() - began < 0.5
+    await limit.advance(5)
+    assert real() - began >= 0.4
 
 
 async def test_rate_is_limited_and_progress_ends_at_the_total(file_url: str) -> None:

@@ -78,7 +78,8 @@ def check_read_timeout(seconds: object) -> None:
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:
     if engine is None:
-        return parsed_url(f"{name}_url", url)
+        options = "--db, --to" if name == "db" else "--key-db"
+        return parsed_url(f"{name}_url ({options})", url)
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     if isinstance(engine, AsyncEngine):
@@ -155,6 +156,11 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
         problem = f"names a driver that is not one of {', '.join(_SQLITE_DRIVERS)}"
     except sa.exc.NoSuchModuleError:
         problem = "names a database or driver that SQLAlchemy does not know"
+        if backend == "encrypted":
+            problem = (
+                "is a URI for google-adk's commands: give the URL without encrypted+ and options, "
+                "and the key as `backend` (--key)"
+            )
     except (sa.exc.InvalidRequestError, ImportError) as error:
         if known is None:
             problem = "names a driver that is synchronous, or not installed"

@@ -181,7 +181,8 @@ class Database(KeyMaterial, ClosedByWith):
 
     async def is_new(self) -> bool:
         """Return whether the database does not exist yet, or has no tables of this package."""
-        if any(file is not None and not file.exists() for file in self._files):
+        file = self._files[0]
+        if file is not None and not file.exists():
             return True  # opening the database would create the file
         survey = await repeated(lambda: survey_database(self.unit.executors.data))
         return survey.format_version is None

@@ -21,7 +21,7 @@ class Meter:
         self._progress = progress
         self._total = total
         self._rate = rows_per_second
-        self._began = time.monotonic()
+        self._due = time.monotonic()  # the earliest time for the next row
         self._processed = 0
 
     async def advance(self, rows: int = 1) -> None:
@@ -34,9 +34,11 @@ class Meter:
         if self._total:
             telemetry.set_progress(min(self._processed / self._total, 1.0))
         if self._rate:
-            ahead = self._processed / self._rate - (time.monotonic() - self._began)
-            if ahead > 0:
-                await asyncio.sleep(ahead)
+            now = time.monotonic()
+            # Time in which no row was counted allows at most one second's rows to follow at once.
+            self._due = max(self._due, now - 1) + rows / self._rate
+            if self._due > now:
+                await asyncio.sleep(self._due - now)
 
     def finish(self) -> None:
         """Report that all rows are processed, even if `advance` has counted fewer than *total*."""

@@ -257,7 +257,7 @@ def readable(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | 
 
 
 def _read_only(db_url: str | sa.URL) -> sa.URL:
-    url = parsed_url("db_url", db_url)
+    url = parsed_url("the source (--from)", db_url)
     if url.get_backend_name() != "sqlite" or is_in_memory(url):
         return url
     database = url.database or ""
