@@ -221,6 +221,13 @@ async def test_number_that_was_modified_is_rejected(
     await assert_all_rejected(aes_db, column, others, quarter, untyped=False)
 
 
+@also_on("postgresql", "mariadb")
+async def test_smallest_revision_is_rejected(aes_db: Database) -> None:
+    """On servers, a query that subtracts from it fails: the number is out of range."""
+    aes_db.run(f"UPDATE secure_sessions SET revision = {-(2**63)} WHERE id = :visit")
+    await assert_rejected(aes_db, SESSION, TamperedError)
+
+
 @pytest.mark.parametrize("column", NUMBERS, ids=label)
 async def test_number_that_was_modified_is_rejected_by_every_operation_and_affects_nobody_else(
     db: Database, column: Column

@@ -349,10 +349,11 @@ def page_of_sessions(
 
 
 def _last_events() -> sa.Select[Any]:
-    revision = (
-        sa.select(sessions.c.revision).where(sessions.c.tag == _session_tag).scalar_subquery()
-    )
-    return _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= revision - _limit)
+    c = sessions.c
+    # A server would raise an error for the difference of the smallest number and the limit.
+    revision = sa.select(c.revision).where(c.tag == _session_tag, c.revision >= _ZERO)
+    first = revision.scalar_subquery() - _limit
+    return _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= first)
 
 
 SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT.select(events.c.session_row == _SESSION_ID))
