@@ -2,15 +2,19 @@
 
 import gc
 import os
+import sqlite3
 import weakref
+from contextlib import closing
 from pathlib import Path
 
+import pytest
 from google.adk.events import Event, EventActions
 
-from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService, TamperedError
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.maintenance import Database, rotate_data
 from adk_secure_sessions.storage.writes import EnsureOwners
+from tests.faults import Point, with_faults
 
 
 def caches(holder: object) -> list[Lru[object, object]]:
@@ -63,6 +67,31 @@ async def test_owners_that_were_found_for_a_wrapper_are_cached(tmp_path: Path) -
             1,
             1,
         )
+
+
+async def test_session_that_leaves_the_cache_during_an_append_is_read_with_its_witness(
+    tmp_path: Path,
+) -> None:
+    url, backend = f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32))
+    service, faults = with_faults(
+        lambda: EncryptedSessionService(url, backend, cache=Caches(sessions=1))
+    )
+    async with service:
+        await service.create_session(app_name="a", user_id="u", session_id="other")
+        session = await service.create_session(app_name="a", user_id="u", session_id="s")
+
+        async def read_the_other() -> None:
+            await service.get_session(app_name="a", user_id="u", session_id="other")
+
+        faults.data.after(Point.APPLY, read_the_other)
+        await service.append_event(session, Event(author="a"))
+        with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
+            connection.execute(
+                "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions "
+                "ORDER BY revision DESC LIMIT 1)"
+            )
+        with pytest.raises(TamperedError, match="witness"):
+            await service.get_session(app_name="a", user_id="u", session_id="s")
 
 
 # --- what stays in memory ------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     """
     cache = attempt.cache.users if type(row) is UserRow else attempt.cache.apps
     cached, witness = cache.get(row.tag), rows.witnesses.get(row.tag)
-    if cached and cached.value.row == row and cached.witness == witness:
+    if cached and cached.value.row == row and witness and cached.witness == witness:
         owner = cached.value
     else:
         column, user_id = _column_of(row), ""
@@ -190,7 +190,7 @@ def open_session_row(
     ):
         unchanged = cached.value
     is_complete = unchanged is not None and (unchanged.snapshot is not None or not with_snapshot)
-    if unchanged and cached and is_complete and cached.witness == witness:
+    if unchanged and cached and is_complete and witness and cached.witness == witness:
         return unchanged
     session = _decrypt_session(attempt, rows, user, row, with_snapshot)
     with locating_errors(sessions.name, row.id):
