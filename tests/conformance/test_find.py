@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any
@@ -530,6 +531,23 @@ async def test_index_that_was_dropped_cannot_be_searched_and_can_be_filled_again
     assert await found(service, "ticket", 1) == ["one"]
     await fill_index(db, "other", ["ticket"])
     assert (await status(db)).state_index == (2, 3, 3, 0)
+
+
+async def test_index_that_is_dropped_while_it_is_filled_stays_incomplete(
+    opened: Opened, arguments: dict[str, Any], db: Database
+) -> None:
+    await create(await opened([]), "one", ticket=1)
+
+    async def drop() -> None:
+        async with Database(**arguments) as other:
+            await drop_index(other, APP, ["ticket"])
+
+    def drop_meanwhile(*numbers: object) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, drop()).result()
+
+    with pytest.raises(ConfigurationError, match="index drop"):
+        await fill_index(db, APP, ["ticket"], progress=drop_meanwhile)
 
 
 async def test_unreadable_session_keeps_the_index_incomplete_unless_it_is_skipped(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change, Conflict
+from adk_secure_sessions.db.protocol import Change
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import (
@@ -112,7 +112,10 @@ def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connect
     for tag in sorted(key_tags):
         stored = connection.scalar(_stored_mark(tag))
         if state_of_mark(keyring.index, tag, stored) is None:
-            raise Conflict
+            raise ConfigurationError(
+                "the mark of an indexed key was removed while the index was filled, for example by "
+                "`index drop`: fill the index again"
+            )
         _put_mark(mark_of(keyring.index, tag, IndexState.COMPLETE), stored, connection)
 
 
