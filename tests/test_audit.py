@@ -234,6 +234,15 @@ async def test_handler_that_raises_stops_the_call(
     assert log.records("session.create") == []
 
 
+async def test_append_to_a_session_with_an_empty_id_is_recorded_without_the_id_of_the_event(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    session = await service.create_session(**(IDS | {"session_id": ""}))
+    await service.append_event(session, event())
+    (written,) = log.records("session.write")
+    assert "session" not in written
+
+
 def test_other_value_for_the_ids_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match='ids of Audit must be "blind" or "readable"'):
         Audit("plain")  # type: ignore[arg-type]

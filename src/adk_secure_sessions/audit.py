@@ -530,7 +530,8 @@ class AccessCall(SecurityCall):
         return (*self._ids[:2], self._ids[2] or session_id)
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:
-        facts = self._read_ids(*self._with_session(str(getattr(result, "id", "") or "")))
+        chosen = getattr(result, "id", "") if self._action == "session.create" else ""
+        facts = self._read_ids(*self._with_session(chosen))
         outcome = "failure" if error else "success"
         if result is None and error is None and self._action.endswith(".read"):
             outcome = "missing"
