@@ -400,7 +400,9 @@ class UnitOfWork:
         new one.
         """
         opened = await self._current()
-        made: T = opened.objects.setdefault(key, make())
+        if key not in opened.objects:
+            opened.objects[key] = make()
+        made: T = opened.objects[key]
         return made
 
     def empty_caches(self, expires: float | None = None) -> None:
