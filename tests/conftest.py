@@ -134,11 +134,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("without time limits")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after those of directories, which mark cases
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Leave cases marked `soak` out before items are made of them, which costs each process 1 s."""
     yield
-    if metafunc.config.getoption("markexpr").endswith("not soak"):
+    if metafunc.config.getoption("markexpr").endswith(" and not soak"):
         calls: list[Any] = metafunc._calls
         kept = [call for call in calls if all(mark.name != "soak" for mark in call.marks)]
         metafunc._calls = kept or calls[:1]  # without any, pytest would run the test once

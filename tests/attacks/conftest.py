@@ -10,8 +10,6 @@ from tests.attacks.support import Database, OlderCopy
 from tests.attacks.world import BACKENDS
 from tests.servers import MariaDB, PostgreSQL
 
-_HERE = "tests/attacks/"
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -19,9 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    choose([item for item in items if item.nodeid.startswith(_HERE)])
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    choose(metafunc)
 
 
 # One database on each server for all attacks: making tables takes longer than most attacks do.

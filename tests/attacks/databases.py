@@ -9,7 +9,7 @@ few attacks on each kind of row, and those that depend on the database's types, 
 constraints, are enough to show that the answer is the same on another database.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -29,24 +29,22 @@ def also_on(*databases: str, cases: Collection[str] = ()) -> pytest.MarkDecorato
     return pytest.mark.also_on(*databases, cases=frozenset(cases))
 
 
-def choose(items: list[pytest.Item]) -> None:
+def choose(metafunc: pytest.Metafunc) -> None:
     """Mark with `soak` what runs on other databases and is not listed to."""
-    firsts: dict[str, str] = {}
-    for item in items:
-        if not isinstance(item, pytest.Function) or (database := _other_database(item)) is None:
+    listed = metafunc.definition.get_closest_marker("also_on") or also_on().mark
+    cases, first = listed.kwargs["cases"], None
+    for call in metafunc._calls:
+        if (database := _other_database(call.params)) is None:
             continue
-        item.add_marker(pytest.mark.no_cover)  # it reaches no code that the others do not
-        listed = item.get_closest_marker("also_on") or also_on().mark
-        case = "-".join(part for part in item.callspec.id.split("-") if part != database)
-        first = firsts.setdefault(item.nodeid.partition("[")[0], case)
-        cases = listed.kwargs["cases"]
+        call.marks.append(pytest.mark.no_cover.mark)  # it reaches no code that the others do not
+        case = "-".join(part for part in call.id.split("-") if part != database)
+        first = case if first is None else first
         chosen = cases & {case, *case.split("-")} if cases else case == first
         if not chosen or database not in listed.args:
-            item.add_marker(pytest.mark.soak)
+            call.marks.append(pytest.mark.soak.mark)
 
 
-def _other_database(item: pytest.Function) -> str | None:
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+def _other_database(parameters: Mapping[str, object]) -> str | None:
     return next(
         (str(parameters[name]) for name in FIXTURES if parameters.get(name) in OTHERS), None
     )
