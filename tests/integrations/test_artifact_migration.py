@@ -12,13 +12,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from google.adk.artifacts import FileArtifactService, GcsArtifactService
+from google.adk.artifacts import FileArtifactService, GcsArtifactService, InMemoryArtifactService
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, EncryptedSessionService
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration, migrate_artifacts
-from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
+from adk_secure_sessions.integrations.artifact_sources import (
+    FileArtifacts,
+    GcsArtifacts,
+    ServiceArtifacts,
+)
 from adk_secure_sessions.maintenance import Database, erase_user
 from tests.integrations.blob_files import contents
 from tests.maintenance.support import OLD
@@ -120,6 +124,75 @@ async def test_copy_goes_on_where_it_ended_and_keeps_what_services_saved(
     part = await target.load_artifact(**NOTE)
     assert part is not None
     assert part.text == "new"
+
+
+SESSIONS = [("clinic", "ada", "s1"), ("clinic", "ada", "s2"), ("clinic", "nobody", "s3")]
+
+
+async def test_artifacts_of_another_service_are_copied_for_the_sessions_that_are_given(
+    file_url: str, store: Path, target: EncryptedArtifactService
+) -> None:
+    service = InMemoryArtifactService()
+    other = {**NOTE, "session_id": "s4"}  # not given
+    reference = types.Part(
+        file_data=types.FileData(file_uri="gs://bucket/a", mime_type="image/png")
+    )
+    for ids, part in ((SCAN, blob(b"one")), (SCAN, blob(b"", "scan.png")), (other, blob(b"x"))):
+        await service.save_artifact(**ids, artifact=part, custom_metadata={"doctor": "bob"})
+    await service.save_artifact(**NOTE, artifact=types.Part(text="needle €"))
+    await service.save_artifact(**PROFILE, artifact=reference)
+    source = ServiceArtifacts(service, SESSIONS)
+    async with Database(file_url, BACKEND) as db:
+        done = await migrate_artifacts(source, db, store, "copy")
+        assert (done.copied, done.versions, done.size, done.succeeded) == (3, 4, 13, True)
+        for ids in (SCAN, NOTE, PROFILE):
+            found = await target.list_artifact_versions(**ids)
+            expected = await service.list_artifact_versions(**ids)
+            for one, original in zip(found, expected, strict=True):
+                for field in ("version", "create_time", "custom_metadata"):
+                    assert getattr(one, field) == getattr(original, field)
+                copy = await target.load_artifact(**ids, version=one.version)
+                assert copy == await service.load_artifact(**ids, version=one.version)
+        assert await target.load_artifact(**other) is None
+        assert (await migrate_artifacts(source, db, store, "compare")).equal == 3
+        assert (await migrate_artifacts(source, db, store, "copy")).copied == 0
+        with pytest.raises(ConfigurationError, match="delete them with the service"):
+            await migrate_artifacts(source, db, store, "erase-source")
+        service.artifacts["clinic/ada/s1/scans"][0].data = types.Part(text="changed")
+        done = await migrate_artifacts(source, db, store, "compare")
+        assert (done.different, done.equal) == (1, 2)
+
+
+async def test_service_whose_versions_are_incomplete_is_not_copied(
+    file_url: str, store: Path
+) -> None:
+    class Incomplete(InMemoryArtifactService):
+        async def load_artifact(self, **ids: Any) -> types.Part | None:
+            if ids["filename"] == "lost":
+                return None
+            if ids["filename"] == "needle":
+                raise RuntimeError("needle")
+            return await super().load_artifact(**ids)
+
+        async def list_artifact_versions(self, **ids: Any) -> Any:
+            found = await super().list_artifact_versions(**ids)
+            return found[1:] if ids["filename"] == "gap" else found
+
+    service = Incomplete()
+    for name in ("gap", "gap", "lost", "sound"):
+        await service.save_artifact(**{**NOTE, "filename": name}, artifact=blob(b"x"))
+    async with Database(file_url, BACKEND) as db:
+        source = ServiceArtifacts(service, SESSIONS)
+        done = await migrate_artifacts(source, db, store, "copy")
+        assert (done.copied, done.bad) == (1, 2)
+        assert {finding.reason.partition(",")[0] for finding in done.findings} == {
+            "version 0 is missing",
+            "version 0 has no readable content",
+        }
+        await service.save_artifact(**{**NOTE, "filename": "needle"}, artifact=blob(b"x"))
+        with pytest.raises(ArtifactStoreError) as caught:
+            await migrate_artifacts(source, db, store, "copy")
+        assert "needle" not in str(caught.value)
 
 
 async def test_gap_in_the_version_numbers_is_named_and_refused(

@@ -13,7 +13,12 @@ from typing import Literal, TypeAlias
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import at_once
-from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, SecureSessionError
+from adk_secure_sessions.errors import (
+    ArtifactStoreError,
+    ConfigurationError,
+    DecryptionError,
+    SecureSessionError,
+)
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
@@ -92,7 +97,7 @@ async def migrate_artifacts(
     continues.  If a run is interrupted, call this function again.
 
     Args:
-        source: A `FileArtifacts` or a `GcsArtifacts`.
+        source: A `FileArtifacts`, a `GcsArtifacts` or a `ServiceArtifacts`.
         db: The target, with every backend whose records it may contain.
         store: The store of the contents, as services use it.
         action: `copy` copies the versions that the target does not have.  `compare` compares every
@@ -102,12 +107,18 @@ async def migrate_artifacts(
         show_ids: Put readable ids into the findings, not only blind indexes.
 
     Raises:
-        ConfigurationError: The source, the target or the store cannot be used.
+        ConfigurationError: The source, the target or the store cannot be used.  Or a
+            `ServiceArtifacts` should be erased.
         WrongKeyError: The root keys do not decrypt the keyring.
         DatabaseError: The target raised an error.
         ArtifactStoreError: The store or the source failed.
     """
     began = time.monotonic()
+    if action == "erase-source" and not source.can_delete:
+        raise ConfigurationError(
+            "the artifacts of a service are not erased here, because versions that were saved "
+            "meanwhile would be deleted, too: compare, and then delete them with the service"
+        )
     place = as_artifact_store(store)
     if action != "copy":
         place.prepare(create=False)

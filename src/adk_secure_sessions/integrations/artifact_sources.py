@@ -1,25 +1,32 @@
-"""Read artifacts where google-adk's own artifact services have stored them.
+"""Read artifacts where google-adk's artifact services have stored them.
 
-google-adk's interface cannot list apps and users.  So these sources list the paths of a directory,
-or the names of the objects in a bucket.
+google-adk's interface cannot list apps and users.  So `FileArtifacts` and `GcsArtifacts` list the
+paths of a directory and the names of the objects in a bucket, and of `ServiceArtifacts`, the caller
+names the sessions.
 """
 
 import asyncio
+import io
 import json
 import os
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.tracebacks import hides_locals
+
+if TYPE_CHECKING:
+    from google.adk.artifacts.base_artifact_service import ArtifactVersion, BaseArtifactService
+    from google.genai import types
 
 T = TypeVar("T")
 
@@ -79,12 +86,11 @@ class ArtifactSource(ABC):
 
     kind: str
     name: str
+    can_delete: bool = True
 
-    async def artifacts(self) -> AsyncIterator[SourceArtifact]:
-        """Yield all artifacts, which are read one after another in a thread."""
-        walk = self._walk()
-        while (found := await _in_thread(next, walk, None)) is not None:
-            yield found
+    @abstractmethod
+    def artifacts(self) -> AsyncIterator[SourceArtifact]:
+        """Yield all artifacts."""
 
     async def count(self) -> int:
         return sum([bool(one.versions) async for one in self.artifacts()])
@@ -96,13 +102,25 @@ class ArtifactSource(ABC):
     async def clean_up(self) -> None:
         """Remove the empty directories of deleted artifacts, also those of a killed run."""
 
+
+@hides_locals
+class _WalkedInThread(ArtifactSource):
+    async def artifacts(self) -> AsyncIterator[SourceArtifact]:
+        walk = self._walk()
+        while (found := await _in_thread(next, walk, None)) is not None:
+            yield found
+
     @abstractmethod
     def _walk(self) -> Iterator[SourceArtifact]: ...
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    return await _answer(asyncio.to_thread(call, *arguments))
+
+
+async def _answer(call: Awaitable[T]) -> T:
     try:
-        return await asyncio.to_thread(call, *arguments)
+        return await call
     except SecureSessionError:
         raise
     except Exception as error:  # its text quotes a path or the name of an object, which contain ids
@@ -125,7 +143,7 @@ def gap_in(numbers: Sequence[int]) -> str | None:
 
 
 @hides_locals
-class FileArtifacts(ArtifactSource):
+class FileArtifacts(_WalkedInThread):
     """The directory of google-adk's `FileArtifactService`.
 
     An artifact gets the name with which its latest version was saved.  The names of users'
@@ -272,7 +290,7 @@ def _remove_empty(root: Path) -> None:
 
 
 @hides_locals
-class GcsArtifacts(ArtifactSource):
+class GcsArtifacts(_WalkedInThread):
     """The bucket of google-adk's `GcsArtifactService`.
 
     Objects whose names do not have the form of that service are ignored.
@@ -360,3 +378,69 @@ def _blob_version(blob: Any, number: int) -> SourceVersion:
 def _delete_blobs(blobs: Sequence[Any]) -> None:
     for blob in reversed(blobs):  # if the process stops, no version is missing before another one
         blob.delete(if_generation_match=blob.generation)
+
+
+@hides_locals
+class ServiceArtifacts(ArtifactSource):
+    """Another artifact service: the artifacts of the given sessions, and of their users.
+
+    All versions of an artifact are in memory at the same time.  They are not erased: a service's
+    `delete_artifact` would also delete versions that were saved meanwhile.
+
+    Args:
+        service: The service; it implements `list_artifact_versions`.
+        sessions: The app name, the user id and the session id of each session.
+    """
+
+    kind = "service"
+    can_delete = False
+
+    def __init__(
+        self, service: "BaseArtifactService", sessions: Iterable[tuple[str, str, str]]
+    ) -> None:
+        self.name: str = type(service).__name__
+        self._service, self._sessions = service, list(sessions)
+
+    async def clean_up(self) -> None:
+        pass  # nothing was deleted
+
+    async def artifacts(self) -> AsyncIterator[SourceArtifact]:
+        seen: set[tuple[str | None, ...]] = set()
+        for app_name, user_id, session_id in self._sessions:
+            scope = {"app_name": app_name, "user_id": user_id}
+            keys = self._service.list_artifact_keys(**scope, session_id=session_id)
+            for filename in await _answer(keys):
+                of_session = None if filename.startswith(_USER) else session_id
+                if (ids := (app_name, user_id, of_session, filename)) in seen:
+                    continue
+                seen.add(ids)
+                versions, problem = await self._versions(
+                    **scope, session_id=of_session, filename=filename
+                )
+                yield SourceArtifact(*ids, versions, problem, lambda: None)
+
+    async def _versions(self, **ids: Any) -> tuple[list[SourceVersion], str | None]:
+        listed = await _answer(self._service.list_artifact_versions(**ids))
+        listed = sorted(listed, key=lambda one: one.version)
+        problem, versions = gap_in([one.version for one in listed]), list[SourceVersion]()
+        for one in [] if problem else listed:
+            part = await _answer(self._service.load_artifact(**ids, version=one.version))
+            try:
+                if part is None:
+                    raise ValueError
+                versions.append(_loaded_version(one, part))
+            except ValueError:  # its text quotes values
+                return versions, f"version {one.version} has no readable content"
+        return versions, problem
+
+
+def _loaded_version(version: "ArtifactVersion", part: "types.Part") -> SourceVersion:
+    from adk_secure_sessions.integrations.artifacts import split_part  # imports google-adk
+
+    values, content = split_part(part)
+    data, metadata = content or b"", version.custom_metadata
+    stamp = f"{sha256(data).hexdigest()} {values} {metadata} {version.create_time}"
+    opens = None if content is None else partial(io.BytesIO, data)
+    return SourceVersion(
+        version.version, values, metadata, version.create_time, stamp, len(data), opens
+    )

@@ -141,7 +141,7 @@ class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
             if part.file_data is None:
                 raise InputValidationError("Not supported artifact type.")
             _check_reference(part, app_name, user_id, session_id)
-        values, content = _split(part)
+        values, content = split_part(part)
         pieces = None if content is None else _one(content)
         return await self._save(address, values, pieces, custom_metadata)
 
@@ -421,7 +421,7 @@ def _part(artifact: object) -> types.Part:
     raise InputValidationError("artifact must be a Part, or a dictionary with fields of a Part.")
 
 
-def _split(part: types.Part) -> tuple[JsonObject, bytes | None]:
+def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
     """Return *part* as JSON values, and its bytes or its text, which are stored as a blob."""
     bare, content = part.model_copy(), None
     is_text = part.inline_data is None and part.text is not None
