@@ -368,7 +368,13 @@ def _parsed(url: str | sa.URL) -> sa.URL:
 
 def _create_tables(connection: sa.Connection) -> None:
     """Create missing tables of google-adk, unless there are others with the same names."""
-    if not kinds_in(connection) - {Kind.ADK_V1, Kind.ENCRYPTED}:
+    kinds = kinds_in(connection)
+    if Kind.ENCRYPTED in kinds:
+        raise ConfigurationError(
+            "the target is an encrypted database of this package, perhaps the source itself: "
+            "plaintext is not written to it; give another database"
+        )
+    if not kinds - {Kind.ADK_V1}:
         v1.Base.metadata.create_all(connection)
         table: sa.Table = v1.StorageMetadata.__table__  # type: ignore[assignment]
         key = {"key": "schema_version"}
