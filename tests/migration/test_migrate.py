@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.maintenance import Database, purge, verify
+from adk_secure_sessions.maintenance import Database, purge, rotate_data, verify
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
 from adk_secure_sessions.migration.source_walk import Walk
@@ -393,6 +393,31 @@ async def test_dry_run_rejects_a_key_database_that_does_not_exist(
     async with Database(file_url, AesGcmBackend(KEY), key_db_url=keys + "x") as db:
         with pytest.raises(ConfigurationError, match=r"there is no file .*keys\.dbx"):
             await migrate(filled(), db, dry_run=True)
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+async def test_dry_run_counts_states_and_conflicts_as_the_run_after_it(
+    file_url: str, is_erased: bool
+) -> None:
+    source = filled()
+    source.apps["lab"] = {"a": 1}
+    await copy(source, file_url)
+    async with service(file_url) as made:
+        for user, value in (("new", "other"), ("same", 1), ("empty", None)):
+            state = {"user:a": value} if value else {}
+            await made.create_session(app_name=APP, user_id=user, state=state)
+        await made.create_session(app_name="lab", user_id="u", state={"app:a": 2})
+    async with database(file_url) as db:
+        await rotate_data(db)  # changes the versions of all states, and no state
+        if is_erased:
+            await db.imports.complete_migration(source_is_erased=True)
+    for user in ("new", "same", "empty", "ada"):
+        source.users[APP, user] = {"a": 1}
+    source.apps["lab"] = {"a": 3}
+    dry = await copy(source, file_url, dry_run=True)
+    assert numbers(dry) == numbers(await copy(source, file_url))
+    expected = (2, 3) if is_erased else (3, 2)
+    assert (dry.states, dry.conflicts) == expected
 
 
 # --- limits, progress, tampering -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.compare import differences
-from adk_secure_sessions.migration.encrypted import stored_content
+from adk_secure_sessions.migration.encrypted import stored_content, stored_state
 from adk_secure_sessions.migration.source_walk import (
     CONFLICTS,
     GONE,
@@ -283,8 +283,22 @@ class _MigrationRun:
                 status = await self.target.imports.import_state(
                     pair.ids, pair.content, replace=not self.is_erased
                 )
+            elif self.walk.index is not None:
+                status = await self._expected(pair, pair.content)
             self._is_conflict(pair, status)
             self.result.states += status.is_due
+
+    async def _expected(self, pair: StatePair, state: bytes) -> ImportStatus:
+        """Return what `import_state` would return.  It compares states and not versions."""
+        stored = await stored_state(self.target, *pair.ids)
+        if pair.status is ImportStatus.NEW:
+            is_same = json_text.same_json(*map(json_text.load_state, (state, stored)))
+            return ImportStatus.NEW if is_same or stored == b"{}" else ImportStatus.SAME_ID
+        copy = (await self.target.imports.imported([pair.ids]))[pair.ids]
+        if copy.row.is_tombstone or copy.stored is None:
+            return ImportStatus.DELETED
+        can_replace = copy.has_state(stored) and not self.is_erased
+        return ImportStatus.OLDER if can_replace else ImportStatus.CONFLICT
 
     def _report_bad(self, pair: Pair[Any], reason: str) -> None:
         self.result.bad += 1
