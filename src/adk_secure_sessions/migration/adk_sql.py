@@ -34,7 +34,7 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 
 PAGE = 5000  # the maximum number of sessions that `AdkQueries.page` returns at once
 LOOKUP_PAGE = 500  # the maximum number of sessions that `AdkQueries.lookup` returns at once
-STATES = 500  # the maximum number of states that `AdkQueries.states` returns at once
+STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` returns at once
 # PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
 # multiple.
 _COMPRESSION = 3
@@ -95,15 +95,15 @@ _SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 # ignore case.  Python would then not find the session of an event whose ids have another case.
 _OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
 
-# The key of the last row that was listed.
-After = tuple[str, ...]
+# The key of a row, such as of the last row of a page.
+RowKey = tuple[str, ...]
 T = TypeVar("T")
-Page = tuple[list[T], After | None]
+AdkPage = tuple[list[T], RowKey | None]
 # The keys of apps or users, each with the unconverted state.
-StateRows = Sequence[tuple[After, Any]]
+StateRows = Sequence[tuple[RowKey, Any]]
 
 
-def _pages(read: Callable[[After | None], Page[T]]) -> Iterator[list[T]]:
+def _pages(read: Callable[[RowKey | None], AdkPage[T]]) -> Iterator[list[T]]:
     page, after = read(None)
     yield page
     while after is not None:
@@ -175,8 +175,8 @@ class AdkQueries:
         return connection.scalar(sessions) or 0
 
     def page(
-        self, connection: sa.Connection, selection: Selection, after: After | None
-    ) -> Page[tuple[SourceSession, int]]:
+        self, connection: sa.Connection, selection: Selection, after: RowKey | None
+    ) -> AdkPage[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
         *after* is the position that the last call has returned; None for the first page and
@@ -196,11 +196,11 @@ class AdkQueries:
         self,
         connection: sa.Connection,
         conditions: Sequence[sa.ColumnElement[bool]],
-        after: After | None,
+        after: RowKey | None,
         limit: int,
         state: sa.ColumnElement[Any],
         size: sa.ColumnElement[Any],
-    ) -> Page[tuple[SourceSession, Any, Any]]:
+    ) -> AdkPage[tuple[SourceSession, Any, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
         chosen = sa.select(*_SESSION_KEY, *_columns(state))
         chosen = chosen.where(*conditions, *self._after(_SESSION_KEY, after))
@@ -225,7 +225,7 @@ class AdkQueries:
     def session_versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
 
-        def page(after: After | None) -> Page[tuple[SourceSession, Any, Any]]:
+        def page(after: RowKey | None) -> AdkPage[tuple[SourceSession, Any, Any]]:
             return self._sessions(connection, [], after, PAGE, sa.null(), sa.literal(0))
 
         for sessions in _pages(page):
@@ -257,8 +257,8 @@ class AdkQueries:
         return {tuple(row[:3]): row for row in connection.execute(query)}
 
     def lookup(
-        self, connection: sa.Connection, key: Sequence[str], after: After | None = None
-    ) -> Page[tuple[SourceSession, Row]]:
+        self, connection: sa.Connection, key: Sequence[str], after: RowKey | None = None
+    ) -> AdkPage[tuple[SourceSession, Row]]:
         """Return the next sessions of an app, a user or, if *key* has three ids, with these."""
         if not can_store(self.dialect, *key):
             return [], None
@@ -332,15 +332,15 @@ class AdkQueries:
         connection: sa.Connection,
         selection: Selection,
         table: sa.Table,
-        after: After | None,
-    ) -> Page[tuple[After, Any]]:
+        after: RowKey | None,
+    ) -> AdkPage[tuple[RowKey, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
         key, of_app = tuple(table.primary_key), _of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
-        query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATES)
+        query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATE_PAGE)
         rows = connection.execute(query).all()
         states = [(self._text_ids(row[:-1]), row[-1]) for row in rows]
-        return states, states[-1][0] if len(rows) == STATES else None
+        return states, states[-1][0] if len(rows) == STATE_PAGE else None
 
     def aliases(
         self, connection: sa.Connection, selection: Selection, table: sa.Table
@@ -374,7 +374,7 @@ class AdkQueries:
             if rows := ", ".join(map(str, connection.scalars(query))):
                 raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
 
-    def _text_ids(self, names: Sequence[Any]) -> After:
+    def _text_ids(self, names: Sequence[Any]) -> RowKey:
         try:
             return tuple(map(adk_rows.to_text, names))
         except (TypeError, ValueError):
@@ -402,7 +402,7 @@ class AdkQueries:
         return sa.func.length(column)
 
     def _after(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: After | None
+        self, columns: Sequence[sa.ColumnElement[Any]], key: RowKey | None
     ) -> list[sa.ColumnElement[bool]]:
         # `_check_names` has rejected other types.  But an attacker may add rows since then: a BLOB
         # is after every text, so the rows would come again in each page.
@@ -412,7 +412,7 @@ class AdkQueries:
         return are_text if key is None else [*are_text, self._is_after(columns, key)]
 
     def _is_after(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: After
+        self, columns: Sequence[sa.ColumnElement[Any]], key: RowKey
     ) -> sa.ColumnElement[bool]:
         """Return the condition that the tuple *columns* is greater than *key*.
 

@@ -30,8 +30,8 @@ from adk_secure_sessions.migration.adk_sql import (
     SESSIONS,
     STATE_TABLES,
     USER_STATES,
+    AdkPage,
     AdkQueries,
-    Page,
     StateRows,
     can_store,
 )
@@ -178,7 +178,7 @@ class AdkTables(Source):
         key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
         async for rows in self._pages(partial(queries.lookup, key=key)):
-            yield {session: readable(queries.content, session, row, []) for session, row in rows}
+            yield await self._convert(partial(_without_events, queries, rows))
 
     async def state(
         self, app_name: str, user_id: str | None = None
@@ -188,7 +188,9 @@ class AdkTables(Source):
         table = APP_STATES if user_id is None else USER_STATES
         queries = await self.queries()
         row = await self.run(partial(queries.state, table=table, key=key))
-        return None if row is None else readable(_state, queries, key, row)
+        if row is None:
+            return None
+        return await self._convert(partial(readable, _state, queries, key, row))
 
     async def close(self) -> None:
         if self._found is not None and self._found.pickles is not None:
@@ -196,7 +198,10 @@ class AdkTables(Source):
         await self._executor.close()
 
     async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
-        """Call *work*, which inspects the tables; unlike in `run`, SQLite returns texts as str."""
+        """Run *work* without a snapshot.
+
+        Unlike in `run`, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
+        """
         return await repeated(lambda: self._executor.run(work, commit=False))
 
     async def run(self, work: Callable[[sa.Connection], T]) -> T:
@@ -228,7 +233,7 @@ class AdkTables(Source):
             )
         return self._found
 
-    async def _pages(self, work: Callable[..., Page[T]]) -> AsyncIterator[list[T]]:
+    async def _pages(self, work: Callable[..., AdkPage[T]]) -> AsyncIterator[list[T]]:
         after = None
         while True:
             rows, after = await self.run(partial(work, after=after))
@@ -241,6 +246,12 @@ class AdkTables(Source):
 def convert_states(queries: AdkQueries, rows: StateRows) -> States:
     """Convert *rows*, which `AdkQueries.states` has read."""
     return {key: readable(_state, queries, key, state) for key, state in rows}
+
+
+def _without_events(
+    queries: AdkQueries, rows: Sequence[tuple[SourceSession, Row]]
+) -> Mapping[SourceSession, SessionContent | Unreadable]:
+    return {session: readable(queries.content, session, row, []) for session, row in rows}
 
 
 def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> JsonObject:
