@@ -82,14 +82,14 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
         async with target:
             return await migration.export_to_adk(db, target, **options)
 
-    partial = "the target has only a part of the sessions, as plaintext"
+    incomplete = "the target has only a part of the sessions, as plaintext"
     try:
-        resume_hint = f"{AGAIN}; {partial}"
+        resume_hint = f"{AGAIN}; {incomplete}"
         return run(db, work, label="export", unit="sessions", resume_hint=resume_hint, **options)
     except Failure as error:
         if error.error == "Interrupted" or not target.is_open:
             raise
-        message = f"{error.message}; {partial}: to continue, {AGAIN}"
+        message = f"{error.message}; {incomplete}: to continue, {AGAIN}"
         raise Failure(message, error.error, retryable=error.retryable) from None
 
 

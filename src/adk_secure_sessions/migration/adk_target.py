@@ -270,7 +270,7 @@ class AdkTarget(ClosedByWith):
 
         async def attempt() -> str | None:
             try:
-                await self._define(work, commit=True)
+                await self._run_strictly(work, commit=True)
             except UniqueViolation:
                 return "the target already has it, or an id that its collation takes for the same"
             except DatabaseError as error:
@@ -282,9 +282,9 @@ class AdkTarget(ClosedByWith):
         return await repeated(attempt, writes=True)
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await repeated(lambda: self._define(work, commit=commit), writes=commit)
+        return await repeated(lambda: self._run_strictly(work, commit=commit), writes=commit)
 
-    async def _define(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def _run_strictly(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def strictly(connection: sa.Connection) -> T:
             dialect_of(connection).reject_long_values(connection)
             return work(connection)

@@ -49,7 +49,7 @@ class Comparison(Result):
         events: How many events these sessions have.
         states: How many states of users and apps were examined.
         equal: How many sessions are equal in every field; or were continued by services in the
-            target, and are equal up to there; or were deleted in the target.
+            target, and are equal up to there.
         missing: How many sessions were not copied.
         different: How many sessions and states differ or are in conflict, cannot be decrypted in
             the target, or, of a state, were not copied.
@@ -132,7 +132,7 @@ class ComparisonRun:
         async for batch in self.walk.states():
             for state in batch:
                 await self._compare_state(state)
-        async for changed in self.walk.changed():
+        async for changed in self.walk.changed_or_new():
             result.changed += 1
             tag = self.walk.tag(changed.ids, has_ids=changed.has_ids)
             self._findings.add(tag, _OLDER, *changed.ids)

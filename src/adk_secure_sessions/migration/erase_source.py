@@ -97,7 +97,8 @@ async def erase_source(
     if comparison.completed:  # an empty source is perhaps the wrong one, and ends no migration
         is_new = await imports.complete_migration(source_is_erased=True)
     queries, writer = await source.queries(), source.writer()
-    attempts: list[tuple[int, int, int]] = []  # one whose connection was lost may be committed
+    # Also contains attempts whose connection was lost: they may have been committed.
+    attempts: list[tuple[int, int, int]] = []
 
     def delete(connection: sa.Connection) -> bool:
         is_unchanged = _is_unchanged(queries, run, connection)

@@ -51,7 +51,7 @@ from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
-_Ids = tuple[str, str, str]  # the app name, the user id and the session id
+_SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             self._keyring = keyring
         return not self._is_complete
 
-    async def _is_superseded(self, ids: _Ids) -> bool:
+    async def _is_superseded(self, ids: _SessionIds) -> bool:
         return bool(await self._imports.imported([ids]))
 
     async def _settled_owners(self) -> Lru[Ids, bool]:
@@ -390,7 +390,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 self.copied_sessions,
             )
 
-    async def _has(self, ids: _Ids) -> bool:
+    async def _has(self, ids: _SessionIds) -> bool:
         """Return whether the source has a session that no row of `secure_migrated` supersedes."""
         session = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
@@ -460,7 +460,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             cache.put(owner, True)
         self._copies += 1
 
-    async def _copy(self, ids: _Ids) -> bool:
+    async def _copy(self, ids: _SessionIds) -> bool:
         """Copy a session, whose states were copied; return False if the source does not have it."""
         if await self._is_superseded(ids):
             return True

@@ -61,7 +61,7 @@ class Migration(Result):
             sides have changed since the copy; the source has changed, and the target has deleted
             the copy; or the target has one with the same ids that was never copied.
         bad: How many sessions and states could not be read, or exceed a limit.  They include copied
-            sessions that the source no longer has, and that the target cannot decrypt.
+            sessions that are gone from the source and whose ids the target cannot decrypt.
         gone: How many copied sessions the source no longer has, without those that have expired or
             that services have continued.  0 if only recent sessions were read, or if ids in the
             source cannot be decrypted.
@@ -237,7 +237,7 @@ class _MigrationRun:
         if expires_at is None and self.lifetime is not None:
             expires_at = content.updated_at + self.lifetime
         is_older = pair.status is ImportStatus.OLDER
-        if is_older and self.is_erased and not await self._has_copy(pair, content):
+        if is_older and self.is_erased and not await self._may_replace_copy(pair, content):
             return ImportStatus.CONFLICT
         if not self.writes:
             return pair.status
@@ -260,8 +260,8 @@ class _MigrationRun:
         self.findings.add(pair.tag, CONFLICTS[status], *pair.ids)
         return True
 
-    async def _has_copy(self, pair: SessionPair, content: SessionContent) -> bool:
-        """Return whether *content* has all copied events, or there is no copy that could be lost.
+    async def _may_replace_copy(self, pair: SessionPair, content: SessionContent) -> bool:
+        """Return True if the target has no copy, or if *content* begins with all its events.
 
         If the source was erased, the copy may be the only one, and somebody may since have
         created another session with the same ids in the source.  Such a session must not
@@ -308,7 +308,7 @@ class _MigrationRun:
 
     async def find_gone(self, *, delete: bool) -> None:
         """Count the sessions that have changed since, and those that the source no longer has."""
-        async for _ in self.walk.changed():
+        async for _ in self.walk.changed_or_new():
             self.result.behind += 1
         if delete and self.walk.has_unknown_ids:
             raise ConfigurationError(

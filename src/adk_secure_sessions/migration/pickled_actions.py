@@ -149,9 +149,10 @@ def _load(pickled: bytes) -> bytes:
 
 
 class _Unpickler(vars(pickle)["_Unpickler"]):  # type: ignore[misc]
-    """Sets attributes of models and UUIDs only, which are new: a pickle cannot name others.
+    """Lets a pickle set attributes only of models and UUIDs.
 
-    Otherwise, a pickle could change a class or an enum, and so how the child reads other pickles.
+    A pickle can reach only those that it has created itself, so it cannot change a class or an
+    enum, and so how the child reads other pickles.
     """
 
     dispatch = vars(pickle)["_Unpickler"].dispatch.copy()

@@ -154,7 +154,7 @@ class Walk:
         version = packed(*session)
         return version in self.versions and version not in self._unread
 
-    async def changed(self) -> AsyncIterator[SourceSession]:
+    async def changed_or_new(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_missing()
         async for listed in self._listed():
