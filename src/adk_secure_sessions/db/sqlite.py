@@ -78,7 +78,11 @@ def is_in_memory(url: sa.URL) -> bool:
 
 
 def _prepare_file(
-    file: "OpenFile", _dialect: object, _record: object, args: list[Any], options: dict[str, Any]
+    file: "FileIdentity",
+    _dialect: object,
+    _record: object,
+    args: list[Any],
+    options: dict[str, Any],
 ) -> None:
     """Create a missing file with mode 0600, or prepare to open a file as read-only.
 
@@ -172,7 +176,7 @@ class SqliteExecutor:
         connect_args = {"timeout": _BUSY_TIMEOUT, "check_same_thread": False}
         options["connect_args"] = connect_args | engine_kwargs.get("connect_args", {})
         self._engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
-        self._file = OpenFile()
+        self._file = FileIdentity()
         sa.event.listen(self._engine, "do_connect", partial(_prepare_file, self._file))
         sa.event.listen(self._engine, "connect", _set_up)
         sa.event.listen(self._engine, "connect", self._file.connected)
@@ -265,7 +269,7 @@ class SqliteExecutor:
         self._forget_threads()
 
 
-class OpenFile:
+class FileIdentity:
     """The SQLite file of an executor, to notice that the file was deleted or replaced.
 
     With a write-ahead log, SQLite reports no error, and acknowledged writes would be lost.  `check`
@@ -311,8 +315,8 @@ class OpenFile:
             if (status.st_dev, status.st_ino) == (device, inode):
                 return
         raise DatabaseError(
-            "the SQLite file was deleted or replaced while it was open, and nothing was stored: "
-            "put the file back, or restart the service to use the file that is there now"
+            "the SQLite file was deleted or replaced while it was open, and the call had no "
+            "effect: put the file back, or restart the service to use the file that is there now"
         )
 
     def forget(self) -> None:
@@ -356,7 +360,7 @@ class Job:
         self._claim = threading.Lock()
         self._asyncio_future_blocking = False
 
-    def claim(self) -> bool:
+    def take(self) -> bool:
         """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
         return self._claim.acquire(blocking=False)
 
@@ -387,7 +391,7 @@ class Job:
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the job unless a thread runs it; the task then waits until the job has ended."""
-        if not self.claim():
+        if not self.take():
             self.is_abandoned = self.reads
             return False
         self.error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
@@ -402,7 +406,7 @@ class WorkerThread:
     """
 
     def __init__(
-        self, engine: sa.Engine, file: OpenFile, read_timeout: float | None, *, writes: bool
+        self, engine: sa.Engine, file: FileIdentity, read_timeout: float | None, *, writes: bool
     ) -> None:
         self._engine = engine
         self._file = file
@@ -455,7 +459,7 @@ class WorkerThread:
     def _serve(self) -> None:
         driver: sqlite3.Connection | None = None
         while batch := self._take():
-            batch = [job for job in batch if job.claim()]
+            batch = [job for job in batch if job.take()]
             try:
                 if batch and batch[0].on_engine:
                     self._run_on_engine(batch[0])
@@ -620,7 +624,9 @@ def _stop(threads: list[WorkerThread]) -> None:
 
 
 def _deliver(jobs: list[Job]) -> None:
-    """Wake the tasks that await *jobs*: one call for each event loop: it writes to a socket."""
+    """Wake the tasks that await *jobs*, with one call for each event loop, because each call writes
+    to a socket.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
     for job in jobs:
         job.has_ended = True
