@@ -19,9 +19,9 @@ from adk_secure_sessions.formats.records import (
     FLAGS,
     Packing,
     build_header,
-    open_record,
+    open_content,
+    open_unflagged,
     open_whole,
-    open_without_flags,
     parse_header,
 )
 from adk_secure_sessions.keys.data_keys import (
@@ -50,7 +50,7 @@ def made(key_cache: KeyCache, number: int, owner_tag: bytes = ADA) -> list[DataK
 def read(
     key_cache: KeyCache, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
 ) -> StagedKeys:
-    staged = StagedKeys(key_cache, created=created)
+    staged = StagedKeys(key_cache, stored_earlier=created)
     staged.load(rows, fingerprints(key_cache.keyring))
     return staged
 
@@ -304,7 +304,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     """A leaked and retired master must not wrap a data key that a running service takes up."""
     both = data_keys(keyring(ANOTHER_MASTER, MASTER))
     (planted,) = made(data_keys(keyring(ANOTHER_MASTER)), 1)
-    staged = StagedKeys(both, keyring_was_reread=False)
+    staged = StagedKeys(both, accepts_changed_keyring=False)
     with pytest.raises(StaleKeyring):
         staged.load([planted], fingerprints(keyring(MASTER)))
     assert not staged.has_keys(ADA)
@@ -460,12 +460,12 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
         b"text",
     ),
     "link of a witness": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, FLAGS + text, is_packed=True),
-        lambda staged, stored: staged.open(ADA, CONTEXT, stored, open_without_flags),
+        lambda staged, text: staged.seal(ADA, CONTEXT, FLAGS + text, has_flags=True),
+        lambda staged, stored: staged.open(ADA, CONTEXT, stored, open_unflagged),
         b"text",
     ),
     "plaintext with flags": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, text, is_packed=True),
+        lambda staged, text: staged.seal(ADA, CONTEXT, text, has_flags=True),
         lambda staged, stored: staged.open(ADA, CONTEXT, stored, open_whole),
         b"\x00text",
     ),
@@ -515,16 +515,16 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     stored = staged.seal(ADA, CONTEXT, content)
     assert len(stored) < 200
     assert staged.open(ADA, CONTEXT, stored) == content
-    witness = staged.seal(ADA, CONTEXT, FLAGS + content, is_packed=True)
+    witness = staged.seal(ADA, CONTEXT, FLAGS + content, has_flags=True)
     assert len(witness) > 5000
-    assert staged.open(ADA, CONTEXT, witness, open_without_flags) == content
+    assert staged.open(ADA, CONTEXT, witness, open_unflagged) == content
     with pytest.raises(DecryptionError) as rejected:
-        staged.open(ADA, CONTEXT, stored, open_without_flags)
+        staged.open(ADA, CONTEXT, stored, open_unflagged)
     assert rejected.value.reason == Reason.UNKNOWN_FLAGS
 
 
 @pytest.mark.parametrize("change", [{"owner_tag": BOB}, {"context": b"another"}], ids=str)
-@pytest.mark.parametrize("open_record", [open_record, open_without_flags, open_whole])
+@pytest.mark.parametrize("open_record", [open_content, open_unflagged, open_whole])
 def test_record_of_another_owner_or_context_is_rejected(
     open_record: Callable[..., bytes], change: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.json_text import (
     largest,
     loads,
     read_event,
-    shown,
+    subscripts,
     to_values,
     version_end,
 )
@@ -80,7 +80,7 @@ def test_bytes_that_are_no_json_object_do_not_fit(data: bytes) -> None:
     assert not is_within_limits(data)
 
 
-# --- dumps, largest, shown -----------------------------------------------------------------------
+# --- dumps, largest, subscripts ------------------------------------------------------------------
 
 
 def test_json_is_compact_and_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_largest_value_is_that_of_the_longest_json() -> None:
     ],
 )
 def test_path_of_keys_is_shown_as_subscripts(keys: list[object], text: str) -> None:
-    assert shown(keys) == text
+    assert subscripts(keys) == text
 
 
 # --- to_values -----------------------------------------------------------------------------------

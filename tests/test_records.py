@@ -23,10 +23,10 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     Packing,
     context,
-    open_record,
+    open_content,
+    open_unflagged,
     open_whole,
-    open_with_flags,
-    open_without_flags,
+    open_with_flag_byte,
     parse_header,
 )
 
@@ -40,7 +40,7 @@ CONTEXT = context(("event", "clinic", "ada"), 1, 2)
 
 # Every function that decrypts a record.
 opening = pytest.mark.parametrize(
-    "opens", [open_record, open_with_flags, open_whole, open_without_flags]
+    "opens", [open_content, open_with_flag_byte, open_whole, open_unflagged]
 )
 Opens = Callable[[bytes, bytes, Any], bytes]
 
@@ -131,7 +131,7 @@ def test_record_is_decrypted_in_its_context(
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
     assert parse_header(stored) == records.header_ids(stored) == (backend_id, key_id)
-    assert open_record(stored, associated, CIPHER) == plaintext
+    assert open_content(stored, associated, CIPHER) == plaintext
 
 
 def test_record_begins_with_the_documented_header() -> None:
@@ -152,7 +152,7 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
-@pytest.mark.parametrize("opens", [open_record, open_with_flags, open_whole])
+@pytest.mark.parametrize("opens", [open_content, open_with_flag_byte, open_whole])
 @pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
 def test_unknown_flags_are_rejected_by_name(opens: Opens, flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
@@ -181,12 +181,12 @@ PACKED = {
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
     stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
-    assert open_record(stored, CONTEXT, CIPHER) == CONTENT
-    assert open_with_flags(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
+    assert open_content(stored, CONTEXT, CIPHER) == CONTENT
+    assert open_with_flag_byte(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
     assert open_whole(stored, CONTEXT, CIPHER) == plaintext
 
 
-@pytest.mark.parametrize("opens", [open_record, open_with_flags, open_whole])
+@pytest.mark.parametrize("opens", [open_content, open_with_flag_byte, open_whole])
 def test_plaintext_that_does_not_fit_its_flags_is_malformed(opens: Opens) -> None:
     with pytest.raises(TamperedError, match="malformed") as info:
         opens(with_flags(b"\x01a secret"), CONTEXT, CIPHER)
@@ -195,10 +195,10 @@ def test_plaintext_that_does_not_fit_its_flags_is_malformed(opens: Opens) -> Non
 
 def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
-    assert open_without_flags(stored, CONTEXT, CIPHER) == b"a key"
+    assert open_unflagged(stored, CONTEXT, CIPHER) == b"a key"
     for name in ("compressed", "padded", "both"):
         with pytest.raises(DecryptionError, match="has no flags") as info:
-            open_without_flags(with_flags(PACKED[name]), CONTEXT, CIPHER)
+            open_unflagged(with_flags(PACKED[name]), CONTEXT, CIPHER)
         assert info.value.reason is Reason.UNKNOWN_FLAGS
 
 
@@ -221,7 +221,7 @@ def assert_rejected(stored: bytes) -> None:
     except (TamperedError, PlaintextRefusedError):
         return
     with pytest.raises(TamperedError):
-        open_record(stored, CONTEXT, CIPHER)
+        open_content(stored, CONTEXT, CIPHER)
 
 
 def test_every_modified_byte_of_a_record_is_rejected() -> None:

@@ -397,8 +397,8 @@ class Trail(Protocol):
 class SecurityCall:
     """A call whose security events are stored in audit trails.
 
-    Subclasses add the record of the call itself, which is also logged.  Without *trail*, the
-    security events belong to the call that this one is a part of, if any.
+    Subclasses add the record of the call itself, which is also logged.  If *trail* is None, the
+    enclosing call, if there is one, stores the security events.
     """
 
     def __init__(self, trail: Trail | None) -> None:

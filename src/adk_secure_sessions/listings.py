@@ -68,14 +68,14 @@ def period(after: float | None, before: float | None) -> range | None:
     return range(first, 2**63 - 1 if before is None else microseconds(before))
 
 
-def position_text(position: reads.Position | None) -> str | None:
+def position_text(position: reads.SessionPosition | None) -> str | None:
     return position and f"{position.user_row:x}.{position.row:x}"
 
 
-def _parse_position(after: str | None) -> reads.Position | None:
+def _parse_position(after: str | None) -> reads.SessionPosition | None:
     """Return the position in *after*, which is `SessionPage.next` of the page before, or None."""
     match = _match(_POSITION, after)
-    return match and reads.Position(int(match[1], 16), int(match[2], 16))
+    return match and reads.SessionPosition(int(match[1], 16), int(match[2], 16))
 
 
 def event_position_text(position: reads.EventPosition | None) -> str | None:

@@ -44,9 +44,9 @@ from adk_secure_sessions.formats.records import (
     header_ids,
     join_owner,
     join_session,
-    open_record,
+    open_content,
+    open_unflagged,
     open_whole,
-    open_without_flags,
     parse_header,
     split_id,
     split_link,
@@ -98,7 +98,7 @@ def record(data: bytes) -> None:
     with suppress(DecryptionError):
         backend_id, key_id = parse_header(data)
         assert build_header(backend_id, key_id) == data[:HEADER_LENGTH]
-        open_record(data, CONTEXT, cipher)
+        open_content(data, CONTEXT, cipher)
         raise AssertionError("a record is authentic that no key has encrypted")
 
 
@@ -108,10 +108,10 @@ def plaintext(data: bytes) -> None:
     for cipher in CIPHERS:
         stored = start + cipher.encrypt(data, start + CONTEXT)
         with suppress(DecryptionError):
-            assert open_without_flags(stored, CONTEXT, cipher) == data[1:]
+            assert open_unflagged(stored, CONTEXT, cipher) == data[1:]
             assert data.startswith(FLAGS)
         try:
-            opened = open_record(stored, CONTEXT, cipher)
+            opened = open_content(stored, CONTEXT, cipher)
         except DecryptionError:
             assert not data.startswith(FLAGS)
             continue

@@ -77,7 +77,7 @@ class Scripted:
     writes = False
 
     def __init__(self, *script: object, reads_keys: bool = False) -> None:
-        self.reads_keys = reads_keys
+        self.needs_fresh_keys = reads_keys
         self._script = list(script)
         self.attempts: list[Attempt] = []
 

@@ -74,9 +74,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     If this package created the engine, the executor keeps up to *keep* connections checked out of
     the pool between operations, and waits up to *timeout* seconds for a free one.  If each
     operation checked out a connection and returned it, an append would take 1.31 times the CPU time
-    and 1.17 times the elapsed time, and reading 20 events 1.20 and 1.16 times: for two greenlets,
-    the pool's bookkeeping and its events.  (Medians of 300 interleaved pairs with PostgreSQL 18 on
-    the same machine.)  Checked out without greenlets, 1.07 to 1.12 times the CPU time.
+    and 1.17 times the elapsed time, and a read of 20 events 1.20 and 1.16 times.  The cost is that
+    of two greenlets, the pool's bookkeeping and its events.  Without the greenlets, the operations
+    would still take 1.07 to 1.12 times the CPU time.  (Medians of 300 interleaved pairs, with
+    PostgreSQL 18 on the same machine.)
 
     An application's own engine may have any kind of pool, so its connections are returned to the
     pool after each operation; *keep* is then 0.

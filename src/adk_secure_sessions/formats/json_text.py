@@ -44,7 +44,7 @@ _MAX_DECIMAL_BITS = 2**20
 _PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
 # The escape of a surrogate in JSON, such as \ud800.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-# A list or an object without elements.  In a text of valid JSON, it may match, too.
+# A list or an object without elements.  It may also match inside a string.
 _EMPTY = re.compile(rb"\[[ \t\n\r]*\]|\{[ \t\n\r]*\}")
 # The versions of google-adk that error messages quote.  Another text may contain anything.
 _VERSION = re.compile(r"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
@@ -137,10 +137,10 @@ class _Container(NamedTuple):
         while at.outer:
             keys.append(at.key)
             at = at.outer
-        return shown(keys[::-1])
+        return subscripts(keys[::-1])
 
 
-def shown(keys: list[object]) -> str:
+def subscripts(keys: list[object]) -> str:
     """Return *keys* as subscripts, such as `['a'][0]`: the first 60 characters of 10 keys."""
     texts = [
         repr(key if len(key) <= 60 else key[:60] + "…") if isinstance(key, str) else str(key)
@@ -194,7 +194,7 @@ def to_values(
             todo.append((form, into, key, outer))
             continue
         if reject:
-            path = outer.path() + shown([key]) if outer else ""
+            path = outer.path() + subscripts([key]) if outer else ""
             raise ValueError(f"{reject}{path}: {problem}")
         into[key] = _text(value)
         replaced = True
@@ -350,7 +350,7 @@ def encode_state(state: JsonObject, prefix: str = "") -> bytes:
         try:
             data = dump_state({key.removeprefix(prefix): value for key, value in values.items()})
         except ValueError as error:  # the JSON is too large; the message contains no value
-            path = shown([largest(values)])
+            path = subscripts([largest(values)])
             raise ValueError(f"state{path}: {error}") from None
     if len(data) > MAX_KEY_BYTES:
         _check_keys(state, prefix)
@@ -373,7 +373,7 @@ def _check_keys(state: JsonObject, prefix: str) -> None:
     for key in state:
         name = prefix + key
         if len(name) > MAX_KEY_BYTES // 4 and len(encode_text(name)) > MAX_KEY_BYTES:
-            path = shown([name])
+            path = subscripts([name])
             raise ValueError(f"state{path}: the key has more than {MAX_KEY_BYTES} bytes in UTF-8")
 
 
@@ -436,8 +436,8 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
     """
     if end := version_end(plaintext):
         version = plaintext[1:end].decode("ascii")
-        shown = version if _VERSION.fullmatch(version) else "of an unknown version"
-        return shown, loads(plaintext[end:])
+        quoted = version if _VERSION.fullmatch(version) else "of an unknown version"
+        return quoted, loads(plaintext[end:])
     raise DecryptionError(
         "the plaintext does not begin with a version of google-adk: its writer is faulty",
         Reason.MALFORMED,

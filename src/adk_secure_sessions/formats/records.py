@@ -127,8 +127,9 @@ def padme(length: int) -> int:
 def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
     """Return `FLAGS`, then the content of *plaintext*, which begins with any flags.
 
-    At most *limit* bytes are decompressed.  A plaintext that does not fit its flags is authentic,
-    so the program that wrote it is faulty: TamperedError.  Unknown flags raise DecryptionError.
+    At most *limit* bytes are decompressed.  Raises TamperedError if the plaintext does not fit
+    its flags.  Only a faulty writer can cause this, because the plaintext is authentic.  Unknown
+    flags raise DecryptionError.
     """
     flags = plaintext[0]
     if flags & ~(ZLIB | PADDED):
@@ -306,12 +307,12 @@ def header_ids(stored: object) -> tuple[int, int] | None:
         return None
 
 
-def open_record(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
+def open_content(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its content."""
-    return open_with_flags(stored, context, cipher)[1:]
+    return open_with_flag_byte(stored, context, cipher)[1:]
 
 
-def open_with_flags(
+def open_with_flag_byte(
     stored: bytes, context: bytes, cipher: Cipher, unpack: Callable[[bytes], bytes] = expand
 ) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return `FLAGS` and its content, as it
@@ -342,7 +343,7 @@ def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its plaintext with its own
     flags, which fit it: `seal` encrypts it again without a change.
     """
-    return open_with_flags(stored, context, cipher, _if_expandable)
+    return open_with_flag_byte(stored, context, cipher, _if_expandable)
 
 
 def _if_expandable(plaintext: bytes) -> bytes:
@@ -350,9 +351,9 @@ def _if_expandable(plaintext: bytes) -> bytes:
     return plaintext
 
 
-def open_without_flags(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
+def open_unflagged(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
     """Decrypt a wrapped data key or a version witness, which has no flags; return its content."""
-    return open_with_flags(stored, context, cipher, reject_flags)[1:]
+    return open_with_flag_byte(stored, context, cipher, reject_flags)[1:]
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

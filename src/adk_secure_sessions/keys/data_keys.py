@@ -144,7 +144,7 @@ class KeyCache(KeyMaterial):
         self.owner_tags: Lru[int, bytes] = Lru(limit)  # by data key id
 
     def knows(self, *owner_tags: bytes) -> bool:
-        """Return whether the data keys of all *owners* (tags) are cached."""
+        """Return whether the data keys of all these owners are cached."""
         return all(map(self.by_owner.get, owner_tags))
 
 
@@ -158,8 +158,8 @@ class StagedKeys:
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
     rolled back, the keys that it created are lost.
 
-    If *keyring_was_reread* is False, `load` compares the keyring of this process with the stored
-    keyring, and raises StaleKeyring if another process has changed the stored keyring.  It is True
+    If *accepts_changed_keyring* is False, `load` compares the keyring of this process with the
+    stored one, and raises StaleKeyring if another process has changed the stored one.  It is True
     if this operation has already read the keyring again.  If *uses_cache* is False, the transaction
     uses no cached data keys, because one may have been deleted since it was cached.
     """
@@ -168,18 +168,18 @@ class StagedKeys:
         self,
         key_cache: KeyCache,
         *,
-        keyring_was_reread: bool = True,
+        accepts_changed_keyring: bool = True,
         uses_cache: bool = True,
-        created: Collection[int] = (),
+        stored_earlier: Collection[int] = (),
         packing: Packing = Packing(),
     ) -> None:
         # The ids of data keys that earlier attempts of this operation have stored in a key
         # database.  The owners' rows do not name these data keys yet.
-        self.created: Collection[int] = created
+        self.stored_earlier: Collection[int] = stored_earlier
         self.packing: Packing = packing
         self._key_cache = key_cache
         self._uses_cache = uses_cache
-        self._keyring_was_reread = keyring_was_reread
+        self._accepts_changed_keyring = accepts_changed_keyring
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
@@ -209,10 +209,10 @@ class StagedKeys:
         raises the error if a record names the key of the tampered row.
 
         If *fingerprints*, which the same query has read from `secure_keyring`, differ from the
-        keyring and *keyring_was_reread* is False, raise StaleKeyring.
+        keyring and *accepts_changed_keyring* is False, raise StaleKeyring.
         """
         keyring_has_changed = not self._key_cache.keyring.matches(fingerprints)
-        if keyring_has_changed and not self._keyring_was_reread:
+        if keyring_has_changed and not self._accepts_changed_keyring:
             raise StaleKeyring
         opened: dict[bytes, dict[int, DataKey | None]] = {}
         newest: dict[bytes, int] = {}
@@ -250,7 +250,7 @@ class StagedKeys:
             return  # the usual case: an earlier call has already determined the current data key
         usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
-        candidates = named or [key for key in usable if key.id in self.created]
+        candidates = named or [key for key in usable if key.id in self.stored_earlier]
         current = max(candidates, key=lambda key: key.generation, default=None)
         if current is not keys.current:
             keys = OwnerKeys(keys.by_id, current, keys.newest_generation)
@@ -346,22 +346,22 @@ class StagedKeys:
         return True
 
     def seal(
-        self, owner_tag: bytes, context: bytes, content: bytes, *, is_packed: bool = False
+        self, owner_tag: bytes, context: bytes, content: bytes, *, has_flags: bool = False
     ) -> bytes:
         """Encrypt *content* with the owner's current data key, and return the record.
 
-        The content is first compressed and padded as `packing` says.  If *is_packed* is True, it
+        The content is first compressed and padded as `packing` says.  If *has_flags* is True, it
         is not: it begins with its flags already.
         """
         began = perf_counter()
-        plaintext = content if is_packed else self.packing.pack(content)
+        plaintext = content if has_flags else self.packing.pack(content)
         key = self.current(owner_tag)
         assert key is not None
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
             kind = self._key_cache.encrypting[key.backend_id]
-            self.operation.values.append((kind, len(content) - is_packed, seconds))
+            self.operation.values.append((kind, len(content) - has_flags, seconds))
         return record
 
     def open(
@@ -369,11 +369,11 @@ class StagedKeys:
         owner_tag: bytes,
         context: bytes,
         stored: bytes,
-        open_record: Callable[[bytes, bytes, Cipher], bytes] = records.open_record,
+        open_record: Callable[[bytes, bytes, Cipher], bytes] = records.open_content,
     ) -> bytes:
         """Decrypt *stored*, a record of the owner, and return the content.
 
-        *open_record* is a function of `formats.records`: `open_without_flags` for a version
+        *open_record* is a function of `formats.records`: `open_unflagged` for a version
         witness, which is never compressed or padded, or `open_whole`, which keeps the flags.
         """
         key = self.key_of(owner_tag, stored)
@@ -484,7 +484,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
-    return records.open_without_flags(row.wrapped, context, keyring.master(master_id))
+    return records.open_unflagged(row.wrapped, context, keyring.master(master_id))
 
 
 def _not_listed(backend_id: int) -> DecryptionError:

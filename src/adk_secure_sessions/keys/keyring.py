@@ -134,8 +134,8 @@ class Keyring(KeyMaterial):
     # and this process writes encrypted records.
     current_id: int | None
     # The data masters with whose data keys this process may encrypt.  A data master that is stored
-    # as plaintext is one only if the writing backend is `NoOpBackend`: anybody with read access to
-    # the database can unwrap its data keys.
+    # as plaintext is usable only if the writing backend is `NoOpBackend`: anybody with read access
+    # to the database can unwrap its data keys.
     usable: frozenset[int] = frozenset()
     # The accepted rows by id: of `masters` and of the index master.
     rows: Mapping[int, MasterKeyRow] = field(default_factory=dict)

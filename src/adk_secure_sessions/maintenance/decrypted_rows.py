@@ -314,7 +314,9 @@ async def rows_with_keys(
             for number, key in enumerate(part)
             for position, value in enumerate(key)
         }
-        rows += [column.row(*row) for row in await db.unit.read(_with_keys(column), parameters)]
+        rows += [
+            column.row_type(*row) for row in await db.unit.read(_with_keys(column), parameters)
+        ]
     return rows
 
 

@@ -16,8 +16,8 @@ from adk_secure_sessions.formats.records import (
     binary,
     build_header,
     header_ids,
+    open_unflagged,
     open_whole,
-    open_without_flags,
 )
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
@@ -246,7 +246,7 @@ class DataRotationRun(Rotation):
             return
         changes: _Changes = {}
         for record, context, plaintext in old:
-            sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
+            sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.table.name, record.name, plaintext, again)
             changes.setdefault(record.column, []).append((record, sealed))
@@ -294,7 +294,7 @@ def _plaintext(
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
     if column.table is witnesses:
-        return FLAGS + keys.open(owner_tag, context, stored, open_without_flags)
+        return FLAGS + keys.open(owner_tag, context, stored, open_unflagged)
     return keys.open(owner_tag, context, stored, open_whole)
 
 

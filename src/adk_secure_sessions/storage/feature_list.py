@@ -1,7 +1,7 @@
 """The list of features in `secure_meta`, with its MAC, and the tables of features.
 
-A feature is something that not every release knows.  It is added to the list before the first row
-that uses it is stored; afterwards, releases that do not know the feature reject the database.
+A feature is an addition to format 2 that earlier releases do not know.  It is added to the list
+before the first row that uses it is stored.  Afterwards, those releases reject the database.
 """
 
 import hmac

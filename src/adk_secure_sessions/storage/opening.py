@@ -243,7 +243,7 @@ def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> b
 
 
 def _warn(survey: Survey, writes_plaintext: bool) -> None:
-    if survey.adk_tables:
+    if survey.has_adk_tables:
         logger.warning(
             "this database also holds the tables sessions and events of ADK, which are plaintext, "
             "or of adk-secure-sessions 1.x, whose ids and times are plaintext: `migrate copy` "

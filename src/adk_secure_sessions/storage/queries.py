@@ -109,9 +109,11 @@ class RowKind(Generic[R]):
     with zeros) and 3 binary values (padded with NULL).
     """
 
-    def __init__(self, number: int, row: type[R], columns: Iterable[sa.ColumnElement[Any]]) -> None:
+    def __init__(
+        self, number: int, row_type: type[R], columns: Iterable[sa.ColumnElement[Any]]
+    ) -> None:
         self.number: int = number
-        self.row: type[R] = row
+        self.row_type: type[R] = row_type
         self._integers: list[Any] = []
         self._blobs: list[Any] = []
         positions = []
@@ -154,7 +156,9 @@ _MASTER = RowKind(
 _MIGRATED = RowKind(8, MigratedRow, migrated.c)
 _INDEXED = RowKind(9, IndexedRow, indexed.c)
 _KINDS = (APP, USER, WITNESS, SESSION, _SNAPSHOT, _EVENT, _KEY, _MASTER, _MIGRATED, _INDEXED)
-_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = [(kind.row, kind.values) for kind in _KINDS]
+_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = [
+    (kind.row_type, kind.values) for kind in _KINDS
+]
 # The rows and the row ids of the app, the user and the session that a read is about.
 _APP_ROW = APP.select(apps.c.tag == _app_tag)
 _USER_ROW = USER.select(users.c.tag == _user_tag)

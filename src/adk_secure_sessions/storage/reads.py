@@ -63,7 +63,7 @@ _CHUNK = 64
 class ReadOperation:
     """Base class of the operations that change nothing."""
 
-    reads_keys = False
+    needs_fresh_keys = False
     writes = False
 
     identity: Identity
@@ -165,7 +165,7 @@ class GetSession(ReadOperation, Generic[E]):
     ) -> tuple[list[E], int]:
         """Return the decoded events in *rows*, and their size in a history of the cache.
 
-        *rows* has the last *limit* events, or all after those of *known*.
+        *rows* has the last *limit* events, or all after those of *cached*.
         """
         first = cached.revision if cached else 0
         if limit is not None:
@@ -188,7 +188,7 @@ class GetSession(ReadOperation, Generic[E]):
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
-        If *known* does not fit to the rows after it in *rows*, raise `_DoesNotFit`: if a row was
+        If *cached* does not fit to the rows after it in *rows*, raise `_DoesNotFit`: if a row was
         tampered with, reading the whole session raises the error.
         """
         cache = attempt.cache.histories
@@ -250,7 +250,9 @@ class _DoesNotFit(Exception):
 
 
 class EventPosition(NamedTuple):
-    """Where a page of events begins: at the event *seq*, or after it, whose link is *link*."""
+    """The event at the border of two pages, with its link.  An oldest-first page begins after this
+    event, a newest-first page with it.
+    """
 
     session_row: int
     seq: int
@@ -348,7 +350,7 @@ class _Listing(ReadOperation):
     skip: bool = False
 
     def __post_init__(self) -> None:
-        self.reads_keys: bool = self.of_app or self.skip
+        self.needs_fresh_keys: bool = self.of_app or self.skip
 
     async def _views(
         self,
@@ -441,14 +443,14 @@ class ListCollections(_Listing):
         return [view.session for view in views]
 
 
-class Position(NamedTuple):
+class SessionPosition(NamedTuple):
     """The position of a row in a paged listing: the row id of its user, and its own row id."""
 
     user_row: int
     row: int
 
 
-PageOfSessions = Page[SessionWithStates, Position]
+PageOfSessions = Page[SessionWithStates, SessionPosition]
 
 
 class PageOptions(NamedTuple):
@@ -460,7 +462,7 @@ class PageOptions(NamedTuple):
     """
 
     limit: int
-    after: Position | None = None
+    after: SessionPosition | None = None
     newest: bool = False
     with_state: bool = True
     updated: range | None = None
@@ -488,9 +490,11 @@ class ListPage(_Listing):
             found_by=self.found_by,
         )
 
-    def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
+    def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         newest = self._options.newest
-        after = after or (Position(_LAST_ROW, _LAST_ROW) if newest else Position(-1, -1))
+        after = after or (
+            SessionPosition(_LAST_ROW, _LAST_ROW) if newest else SessionPosition(-1, -1)
+        )
         updated = self._options.updated or range(0)
         return {
             **self.identity.tags(),
@@ -509,11 +513,11 @@ class ListPage(_Listing):
             views += part
         if len(views) > limit or (len(views) == limit and after is not None):
             last = views[limit - 1].session
-            after = Position(last.row.user_row, last.row.id)
+            after = SessionPosition(last.row.user_row, last.row.id)
         return Page(views[:limit], after)
 
     async def _part(
-        self, attempt: Attempt, executors: Executors, position: Position | None, limit: int
+        self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""
         parameters = self._parameters(position, limit)
@@ -527,7 +531,7 @@ class ListPage(_Listing):
         if len(rows.sessions) > limit:
             del rows.sessions[limit:]
             last = rows.sessions[-1]
-            after = Position(last.user_row, last.id)
+            after = SessionPosition(last.user_row, last.id)
         with_snapshots = self._options.with_state
         views = await self._views(attempt, executors, rows, with_snapshots=with_snapshots)
         # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
@@ -582,7 +586,7 @@ class CheckOwner(ReadOperation):
     needs only the app and the tag of the owner.  *header_counts* counts the decrypted records.
     """
 
-    reads_keys = True
+    needs_fresh_keys = True
 
     of_user: bool = False
     header_counts: HeaderCounts = field(init=False)
@@ -606,7 +610,7 @@ class CheckSession(GetSession[E]):
     *times* are the times of the events, in microseconds since 1970, UTC.
     """
 
-    reads_keys = True
+    needs_fresh_keys = True
 
     finds_expired: bool = True
     header_counts: HeaderCounts = field(init=False)
@@ -642,7 +646,7 @@ class CheckLocatedSession(ReadOperation, Generic[E]):
     ) -> tuple[StoredSession, list[E]] | None:
         parameters = {**self.identity.tags(), "limit": 0}
         rows = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
-        session = sealed_rows.open_session(attempt, rows, sealed_rows.named_user(attempt, rows))
+        session = sealed_rows.open_session(attempt, rows, sealed_rows.assumed_user(attempt, rows))
         if session is None:
             return None
         whole = GetSession(self.identity, self.decode)

@@ -345,11 +345,13 @@ class SealedColumn(Generic[R]):
     items of a collection.
     """
 
-    def __init__(self, kind: str, row: type[R], table: sa.Table, version: str, ids: int) -> None:
+    def __init__(
+        self, kind: str, row_type: type[R], table: sa.Table, version: str, ids: int
+    ) -> None:
         columns = list(table.c)
         names = [column.name for column in columns]
         self.kind: str = kind
-        self.row: Callable[..., R] = row
+        self.row_type: Callable[..., R] = row_type
         self.table: sa.Table = table
         self.value: sa.Column[Any] = columns[-1]
         self.key: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
@@ -380,8 +382,8 @@ class SealedColumn(Generic[R]):
             parts += (row[self._tag],)
         return records.context(parts, *self.numbers(row))
 
-    def sealed(self, row: R, record: bytes) -> R:
-        return self.row(*row[:-1], record)
+    def with_record(self, row: R, record: bytes) -> R:
+        return self.row_type(*row[:-1], record)
 
 
 APPS = SealedColumn("app", AppRow, apps, "version", ids=1)
@@ -503,9 +505,9 @@ class StoredSession(NamedTuple):
     """A decrypted row of `secure_sessions`.
 
     The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
-    row of `secure_bases`, written at *base_revision*.  *snapshot* is `{}` if there is none, and
-    None if it was not read.  *head* is the link of the session's last event, *snapshot_link* that
-    of the snapshot, or `NO_LINK`.
+    row of `secure_bases`, written at the revision `base_revision`.  *snapshot* is `{}` if there is
+    none, and None if it was not read.  *head* is the link of the session's last event,
+    *snapshot_link* that of the snapshot, or `NO_LINK`.
     """
 
     row: SessionRow

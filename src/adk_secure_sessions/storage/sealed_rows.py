@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.records import (
     Packing,
     SessionFields,
     encode_text,
-    open_with_flags,
+    open_with_flag_byte,
     packing_of,
     split_link,
     with_id,
@@ -140,7 +140,7 @@ def stored_twice(table: str, row: int) -> TamperedError:
     return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
 
 
-def named_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
+def assumed_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the user of *attempt* with an empty state, without decrypting the user's row; None if
     no row has the tag.  Decrypting a session of the user authenticates the user id and the row id.
     """
@@ -306,7 +306,7 @@ def open_events(
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
-            plaintext = open_with_flags(record, context, key.cipher)
+            plaintext = open_with_flag_byte(record, context, key.cipher)
             if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise other_history()
             previous = plaintext[EVENT_LINK]
@@ -363,7 +363,7 @@ def seal_witness(
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.identity.ids, row)
-    seal = attempt.keys.seal(owner_tag, context, records.FLAGS + link, is_packed=True)
+    seal = attempt.keys.seal(owner_tag, context, records.FLAGS + link, has_flags=True)
     return WitnessRow(tag, number, seal)
 
 
@@ -388,7 +388,7 @@ def _seal(
     attempt: Attempt, owner_tag: bytes, column: SealedColumn[R], row: R, plaintext: bytes
 ) -> R:
     context = column.context(attempt.identity.ids, row)
-    return column.sealed(row, attempt.keys.seal(owner_tag, context, plaintext))
+    return column.with_record(row, attempt.keys.seal(owner_tag, context, plaintext))
 
 
 def seal_events(
@@ -439,9 +439,7 @@ def _check_witness(
         )
     try:
         context = WITNESSES.context(attempt.identity.ids, witness)
-        witness_link = attempt.keys.open(
-            owner_tag, context, witness.seal, records.open_without_flags
-        )
+        witness_link = attempt.keys.open(owner_tag, context, witness.seal, records.open_unflagged)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:

@@ -97,15 +97,16 @@ class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
     *missing_tables* are names of our tables that do not exist, without those of features.
-    *alien_tables* have the name of one of our tables, but lack one of its columns.  *adk_tables* is
-    whether ADK's own tables exist, or those of adk-secure-sessions 1.x, which have the same names.
+    *alien_tables* have the name of one of our tables, but lack one of its columns.
+    *has_adk_tables* is whether tables of ADK exist, or those of adk-secure-sessions 1.x, which have
+    the same names.
     *is_used* is whether one of our tables other than `secure_meta` and `secure_keyring` has rows.
     *keyring* has at most `MAX_ROWS` + 1 of the *keyring_rows* rows of `secure_keyring`.
     """
 
     missing_tables: frozenset[str]
     alien_tables: tuple[str, ...]
-    adk_tables: bool
+    has_adk_tables: bool
     is_used: bool
     meta_rows: dict[str, str]
     keyring: list[MasterKeyRow]
@@ -302,7 +303,7 @@ async def survey_databases(
 
 
 def merged(data: Survey, key_survey: Survey) -> Survey:
-    """Return the survey of the data database, but with the keyring and the features of *keys*."""
+    """Return the survey of the data database with the keyring and the features of *key_survey*."""
     names = (meta.DATABASE_ID, meta.FEATURES, meta.SEPARATION, meta.MIGRATION_MARK)
     shared = {name: key_survey.meta_rows[name] for name in names if name in key_survey.meta_rows}
     rows, number = key_survey.keyring, key_survey.keyring_rows
@@ -310,7 +311,7 @@ def merged(data: Survey, key_survey: Survey) -> Survey:
 
 
 def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
-    """Return the tables of the features that *keys* lists, if they do not exist in *data*."""
+    """Return the tables of the features that *key_survey* lists, if they do not exist in *data*."""
     # `check` rejects another format, and a database whose list is in a key database.
     is_checked = key_survey.format_version == str(FORMAT_VERSION)
     is_checked &= key_survey.table_set in (TableSet.ALL, TableSet.KEYS)

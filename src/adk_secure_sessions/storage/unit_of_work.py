@@ -80,8 +80,9 @@ class CachedRow(NamedTuple, Generic[V]):
     """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
     If a later read returns exactly the same row and witness, the row is not decrypted again.
-    *sequence* is `RowCache.sequence` when this process read or wrote the row.  If a session's
-    *last_event_is_verified*, this process has read or written it, so an append needs no read.
+    *sequence* is `RowCache.sequence` when this process read or wrote the row.  For a session,
+    *last_event_is_verified* is True if this process has decrypted or written its last event.  An
+    append then needs no read.
     """
 
     witness: WitnessRow | None
@@ -148,7 +149,7 @@ class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
     *sequence* counts the new entries: it tells whether an entry was made before an attempt began.
-    *lacks_user* is whether a user whose rows are cached was found not to be stored any more.
+    *lacks_user* is True once a read found that the row of a cached user was deleted.
     """
 
     def __init__(self, limit: int, history_size: int = 0) -> None:
@@ -311,7 +312,7 @@ class StorageOperation(Protocol[T_co]):
     def identity(self) -> Identity: ...
 
     @property
-    def reads_keys(self) -> bool: ...
+    def needs_fresh_keys(self) -> bool: ...
 
     @property
     def writes(self) -> bool: ...
@@ -472,29 +473,29 @@ class UnitOfWork:
         identity, key_cache = operation.identity, opened.key_cache
         separate = self.executors.has_key_database
         are_cached = key_cache.knows(identity.app_tag, identity.user_tag)
-        reads_keys = operation.reads_keys or not are_cached
+        needs_fresh_keys = operation.needs_fresh_keys or not are_cached
         if measured := telemetry.current_operation():
             measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
         # With a key database, the data keys are read before the rows.  Between the two reads,
         # another process may have created or retired a data key.  So if a key is missing the first
         # time, read both the keys and the rows again.
         one_read_is_enough = not separate
-        keyring_was_reread = False
+        accepts_changed_keyring = False
         rereads = 0
         is_first = True
-        created: list[int] = []  # the ids of data keys stored in the key database
+        stored: list[int] = []  # the ids of data keys stored in the key database
         in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
             keyring_seen = key_cache.keyring
             keys = StagedKeys(
                 key_cache,
-                keyring_was_reread=keyring_was_reread,
-                uses_cache=not reads_keys,
-                created=created,
+                accepts_changed_keyring=accepts_changed_keyring,
+                uses_cache=not needs_fresh_keys,
+                stored_earlier=stored,
                 packing=self._packing,
             )
             source = KeySource.CACHE
-            if reads_keys:
+            if needs_fresh_keys:
                 source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
             attempt = Attempt(
                 identity,
@@ -505,7 +506,7 @@ class UnitOfWork:
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries.locks_rows,
                 after_commit=[] if operation.writes else None,
-                keys_are_complete=reads_keys and one_read_is_enough,
+                keys_are_complete=needs_fresh_keys and one_read_is_enough,
                 may_reread=rereads < _REREADS,
             )
             is_first = False
@@ -525,11 +526,11 @@ class UnitOfWork:
                         continue
                     if attempt.unknown_key_is_final:
                         raise
-                    one_read_is_enough = one_read_is_enough or reads_keys
-                    reads_keys = True
+                    one_read_is_enough = one_read_is_enough or needs_fresh_keys
+                    needs_fresh_keys = True
                     telemetry.count_retry("unknown_key")
                 except NeedsDataKey as need:
-                    if len(created) == _NEW_KEYS:
+                    if len(stored) == _NEW_KEYS:
                         raise SecureSessionError(
                             f"{_NEW_KEYS} new data keys were created, and another one is needed: "
                             "try again",
@@ -537,11 +538,11 @@ class UnitOfWork:
                         ) from None
                     tag, since = need.owner_tag, need.not_before
                     row = await self._store_data_key(key_cache, keys, tag, since, keyring_seen)
-                    created.append(row.id)
+                    stored.append(row.id)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
                     await self.reread_keyring(key_cache, keyring_seen)
-                    keyring_was_reread = True
+                    accepts_changed_keyring = True
                     telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
@@ -593,7 +594,7 @@ class UnitOfWork:
             old, again = key_cache.keyring, rereads > 0
             rows = await self.read_data_keys(tags)
             staged = StagedKeys(
-                key_cache, keyring_was_reread=again, uses_cache=False, packing=self._packing
+                key_cache, accepts_changed_keyring=again, uses_cache=False, packing=self._packing
             )
             with suppress(StaleKeyring):
                 staged.load(rows.data_keys, rows.master_fingerprints)

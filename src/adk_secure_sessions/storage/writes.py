@@ -169,8 +169,8 @@ class OwnerChanges:
         (microseconds UTC); return whether the row changes.
         """
         tag = owner.row.tag
-        if self._keys.created:
-            self._keys.choose_current(tag, self._keys.created)
+        if self._keys.stored_earlier:
+            self._keys.choose_current(tag, self._keys.stored_earlier)
         current = self._keys.current(tag)
         is_newest = self._keys.current_is_newest(tag)
         if current is None or current.created_at < since or not is_newest:
@@ -243,8 +243,8 @@ class OwnerChanges:
         if keys.is_as_new_as(owner_tag, *stored):
             return
         self._require_read_keys()
-        if keys.created:
-            keys.choose_current(owner_tag, keys.created)
+        if keys.stored_earlier:
+            keys.choose_current(owner_tag, keys.stored_earlier)
             if keys.is_as_new_as(owner_tag, *stored):
                 return
         for record in stored:
@@ -278,14 +278,14 @@ class OwnerChanges:
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    In the audit trail, *audited_as* says what the transaction changes.  *locks_rows* is whether
-    each attempt locks rows before it reads them, and commits all its requests together; otherwise,
-    with asyncpg, each request is committed separately.  *locks* are the queries that lock the rows:
+    In the audit trail, *audited_as* says what the transaction changes.  If *locks_rows* is
+    True, each attempt locks rows before it reads them, and all its requests are one transaction.
+    Otherwise, asyncpg commits each request separately.  *locks* are the queries that lock the rows:
     first the session, then the app, then the user.  If writes locked rows in different orders, two
     of them could wait for each other.
     """
 
-    reads_keys = False
+    needs_fresh_keys = False
     writes = True
     audited_as: ClassVar[str]
 
@@ -452,13 +452,13 @@ class AppendEvent(Write[StoredSession]):
     """Append an event, apply its state changes, and return the updated session.
 
     Raise MissingSession if the session does not exist or has expired, and StaleRevision if it is
-    not as *expected*.  *stored* is called with the updated session after the commit, also if the
-    caller was cancelled while the transaction ran.
+    not as *expected*.  *on_stored* is called with the updated session after the commit, also if
+    the caller was cancelled while the transaction ran.
     """
 
     expected: SessionVersion
     event: NewEvent
-    stored: Callable[[StoredSession], None] = lambda session: None
+    on_stored: Callable[[StoredSession], None] = lambda session: None
 
     @property
     def audited_as(self) -> str:  # type: ignore[override]
@@ -544,7 +544,7 @@ class AppendEvent(Write[StoredSession]):
         changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
         self._sent[stored.event] = new
         attempt.cache_session(new)
-        attempt.call_after_commit(partial(self.stored, new))
+        attempt.call_after_commit(partial(self.on_stored, new))
         return changes, new
 
     def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
@@ -572,7 +572,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.EVENT_AT, where)):
                 session: StoredSession | None = self._sent.get(row[EVENT_RECORD])
                 if session:
-                    attempt.call_after_commit(partial(self.stored, session))
+                    attempt.call_after_commit(partial(self.on_stored, session))
                     return session
         raise StaleRevision
 
@@ -632,7 +632,7 @@ class RenewKey(Write[bool]):
     """
 
     audited_as = "data key"
-    reads_keys = True
+    needs_fresh_keys = True
 
     since: int
     of_user: bool
@@ -642,7 +642,7 @@ class RenewKey(Write[bool]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.created = self.changed = False
-        self.stored_keys = attempt.keys.created
+        self.stored_keys = attempt.keys.stored_earlier
         rows = yield from read_rows(attempt, sql.OWNERS)
         row = rows.user if self.of_user else rows.app
         if row is None:

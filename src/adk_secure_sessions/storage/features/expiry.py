@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Secu
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows
-from adk_secure_sessions.storage.reads import ListPage, PageOptions, Position
+from adk_secure_sessions.storage.reads import ListPage, PageOptions, SessionPosition
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
@@ -121,7 +121,7 @@ class _ListExpired(ListPage):
         super().__init__(identity, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
         self._now = now
 
-    def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
+    def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | {"now": self._now}
 
     async def attempt(  # type: ignore[override]

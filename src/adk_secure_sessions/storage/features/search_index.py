@@ -19,8 +19,8 @@ from adk_secure_sessions.storage.reads import (
     ListPage,
     PageOfSessions,
     PageOptions,
-    Position,
     ReadOperation,
+    SessionPosition,
 )
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
@@ -157,12 +157,12 @@ class FindPage(ListPage):
         self._lookup = lookup
         self.found_by: sql.FoundBy | None = "user" if lookup.of_users else "session"
 
-    def _parameters(self, after: Position | None, limit: int) -> dict[str, object]:
+    def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
         return super()._parameters(after, limit) | tags
 
     async def _part(
-        self, attempt: Attempt, executors: Executors, position: Position | None, limit: int
+        self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
     ) -> PageOfSessions:
         page = await super()._part(attempt, executors, position, limit)
         return page._replace(items=list(filter(self._lookup.matches, page.items)))
@@ -182,7 +182,7 @@ class CheckIndexed(ReadOperation):
     or user.
     """
 
-    reads_keys = True
+    needs_fresh_keys = True
 
     keys: Collection[bytes]
     of_user: bool
