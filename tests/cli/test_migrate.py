@@ -156,12 +156,14 @@ def test_database_with_another_key_is_copied() -> None:
     asyncio.run(fill("sqlite:///old.db"))
     arguments = ["--from", "sqlite:///old.db", "--to", "sqlite:///new.db", "--key", "env:NEW_KEY"]
     said = run("migrate", "copy", *arguments)
-    assert (said.code, "the source is encrypted: give the root key" in said.stderr) == (2, True)
+    assert (said.code, "the source with --from-key (keys)" in said.stderr) == (2, True)
     arguments += ["--from-key", "env:OLD_KEY"]
     said = run("migrate", "copy", *arguments)
     assert said.code == 0
     assert lines(said)[0] == "copied: 4 sessions, 12 events, 3 states"
     assert run("migrate", "compare", *arguments).code == 0
+    said = run("migrate", "compare", *arguments, "--from-time-zone", "Europe/Berlin")
+    assert (said.code, "omit --from-time-zone" in said.stderr) == (2, True)
     assert run("verify", "--db", "sqlite:///new.db", "--key", "env:NEW_KEY").code == 0
 
 
@@ -172,6 +174,9 @@ def test_database_with_another_key_is_copied() -> None:
         (["--from-time-zone", "Mars/Base"], "such as Europe/Berlin"),
         (["--delete-gone", "--since", "2026-01-01"], "cannot be combined with --since"),
         (["--from-key", "env:OLD_KEY"], "the source is not encrypted"),
+        (["--from-backend", "fernet"], "the source is not encrypted"),
+        (["--from-key-db", "sqlite:///keys.db"], "omit the keys, backends and key database"),
+        (["--expires-after", "0d"], "(--expires-after) must be a positive time"),
     ],
 )
 def test_options_that_do_not_fit_are_rejected(options: list[str], message: str) -> None:

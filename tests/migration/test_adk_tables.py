@@ -655,7 +655,7 @@ async def test_database_without_sessions_is_rejected(tmp_path: Path) -> None:
             await source.count(Selection())
     with pytest.raises(ConfigurationError, match="contains neither"):
         await open_source(url)
-    with pytest.raises(ConfigurationError, match="does not exist"):
+    with pytest.raises(ConfigurationError, match=r"missing\.db', does not exist: check"):
         AdkTables(f"sqlite:///{tmp_path}/missing.db")
     with pytest.raises(ConfigurationError, match="exactly one"):
         AdkTables()

@@ -214,7 +214,7 @@ async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adk_sql, "PAGE", 2)
-    monkeypatch.setattr(adk_sql, "STATES", 1)
+    monkeypatch.setattr(adk_sql, "STATE_PAGE", 1)
     writer = Writer(place)
     for user, name, app in [
         ("ada", "s2", "shop"),
@@ -438,6 +438,8 @@ async def test_file_with_the_bytes_of_a_key_is_read(
     async with await open_source(f"sqlite:///{file}", [f"file:{key}"]) as source:
         assert isinstance(source, Package1x)
         assert await source.count(ALL) == 1
+    with pytest.raises(ConfigurationError, match="omit --from-key-db"):
+        await open_source(f"sqlite:///{file}", [f"file:{key}"], key_db_url="sqlite:///keys.db")
     key.write_bytes(b"\xf0" * 31)  # neither text nor a key
     with pytest.raises(ConfigurationError) as info:
         await open_source(f"sqlite:///{file}", [f"file:{key}"])

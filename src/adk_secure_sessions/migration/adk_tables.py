@@ -276,7 +276,9 @@ def _read_only(db_url: str | sa.URL) -> sa.URL:
         return url if "mode" in url.query else url.update_query_dict({"mode": "ro", "uri": "true"})
     path = Path(database)
     if not path.is_file():
-        raise ConfigurationError("the SQLite file of the source does not exist: check its path")
+        raise ConfigurationError(
+            f"the SQLite file of the source, {database!r}, does not exist: check its path"
+        )
     name, value = read_only_mode(path)
     query = {**url.query, name: value, "uri": "true"}
     return url.set(database=file_uri(path.absolute()), query=query)

@@ -70,8 +70,8 @@ async def open_source(
 
     Raises:
         ConfigurationError: The database contains no sessions that can be read; or it is encrypted,
-            or encrypted in part, and *keys* are missing; or it is not encrypted, and *keys* are
-            given.
+            or encrypted in part, and *keys* are missing; or an argument is given that such a source
+            does not use.
         DatabaseError: The database cannot be reached.
     """
     has_keys = bool(keys) or NO_OP in backends
@@ -93,16 +93,28 @@ async def open_source(
     is_1x = Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends)
     is_ours = not is_1x and Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1)
     if (is_1x or is_ours) and not has_keys:
-        raise ConfigurationError("the source is encrypted: give the root key of the source")
+        raise ConfigurationError(
+            "the source is encrypted: give the root key of the source with --from-key (keys) and, "
+            "unless it is aesgcm, the backend with --from-backend (backends)"
+        )
+    if is_1x and key_db_url is not None:
+        raise ConfigurationError(
+            "the source, of adk-secure-sessions 1.x, has no key database: omit --from-key-db "
+            "(key_db_url)"
+        )
+    if is_ours and time_zone is not None:
+        raise ConfigurationError(
+            "the source, of this package, has no local times: omit --from-time-zone (time_zone)"
+        )
     if is_1x:
         secrets = chain.from_iterable(map(_secrets, keys))
         return Package1x(db_url, secrets, time_zone=time_zone or UTC)
     if is_ours:
         writer, others = backends_for(backends or [DEFAULT], keys)
         return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
-    if has_keys:
+    if has_keys or backends or key_db_url is not None:
         raise ConfigurationError(
-            "the source is not encrypted: omit the keys and the backends of the source"
+            "the source is not encrypted: omit the keys, backends and key database of the source"
         )
     return AdkTables(db_url, time_zone=time_zone)
 
