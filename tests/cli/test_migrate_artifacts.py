@@ -27,8 +27,8 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "adk"
 
 
-def migrate(action: str, *options: str) -> Said:
-    source = ["--from", "adk", "--store", "artifacts"]
+def migrate(action: str, *options: str, place: str = "adk", store: str = "artifacts") -> Said:
+    source = ["--from", place, "--store", store]
     url = on("sqlite:///sessions.db", command="migrate")
     said = run("migrate", "artifacts", action, *source, *url, *options)
     if "--show-ids" not in options:
@@ -62,8 +62,18 @@ def test_nothing_is_erased_unless_both_sides_are_equal(saved: Path) -> None:
     said = migrate("erase-source", "--confirm", "adk")
     assert said.code == 1
     assert "different in the target, and kept there: 1 artifact\nnothing was deleted" in said.stdout
+    assert "next: correct the artifacts named above, run `migrate artifacts copy`" in said.stdout
     said = migrate("compare", "--show-ids")
-    assert "('clinic', 'ada', 'user:needle'): version 1 differs in the target" in said.stdout
+    assert (
+        "('clinic', 'ada', 'user:needle'): version 1 differs in the target: delete" in said.stdout
+    )
+    Path("other").mkdir()
+    said = migrate("compare", store="other")
+    assert (said.code, "check --store" in said.stdout) == (1, True), said
+
+
+def test_source_may_be_a_url_of_a_directory(saved: Path) -> None:
+    assert migrate("copy", place=saved.as_uri()).stdout.startswith("copied: 1 artifact")
 
 
 def test_bucket_needs_the_client_of_google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

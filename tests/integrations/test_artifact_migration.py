@@ -120,7 +120,13 @@ async def test_copy_goes_on_where_it_ended_and_keeps_what_services_saved(
     done = await migrate(root, file_url, store, "copy", show_ids=True)
     assert (done.different, done.copied, done.succeeded) == (1, 0, False)
     (finding,) = done.findings
-    assert finding[2:] == ("version 1 differs in the target", "clinic", "ada", "s1", "scans")
+    assert finding[2:] == (
+        "version 1 differs in the target: delete the artifact on one side, then copy again",
+        "clinic",
+        "ada",
+        "s1",
+        "scans",
+    )
     part = await target.load_artifact(**NOTE)
     assert part is not None
     assert part.text == "new"

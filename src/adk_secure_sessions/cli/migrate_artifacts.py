@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import click
 
@@ -62,6 +64,8 @@ def artifacts(
     from adk_secure_sessions.maintenance.database import Description
 
     with opened(db, resume_hint=None if action == "compare" else AGAIN) as call:
+        if source.startswith("file:///"):  # as google-adk's --artifact_service_uri
+            source = url2pathname(urlsplit(source).path)
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
         origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
         if action == "erase-source" and not dry_run:
@@ -80,6 +84,7 @@ def _notes(action: str, result: "ArtifactMigration", dry_run: bool) -> Iterator[
     if action == "copy" and result.succeeded and not dry_run:
         yield "the copy is up to date; next: `migrate artifacts compare` compares both sides"
     elif action == "erase-source" and not (result.succeeded or result.deleted or result.changed):
-        yield "nothing was deleted; next: run `migrate artifacts copy`, then this again"
+        correct = "correct the artifacts named above, " if result.bad or result.different else ""
+        yield f"nothing was deleted; next: {correct}run `migrate artifacts copy`, then this again"
     elif action == "erase-source" and result.deleted and not dry_run:
         yield _UNREACHABLE

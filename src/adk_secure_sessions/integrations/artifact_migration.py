@@ -44,6 +44,9 @@ from adk_secure_sessions.tracebacks import hides_locals
 # memory that they take.  A larger artifact takes _LARGEST bytes, because its content is a stream.
 _AT_ONCE, _BYTES, _LARGEST = 16, 64 * 2**20, 32 * 2**20
 
+_UNDECRYPTABLE = "it cannot be decrypted in the target: check --store, or run `verify --store`"
+_DIFFERENT = "differs in the target: delete the artifact on one side, then copy again"
+
 Action: TypeAlias = Literal["copy", "compare", "erase-source"]
 
 
@@ -171,7 +174,7 @@ class _ArtifactRun:
         try:
             counter, reason = await self._visit(one)
         except DecryptionError:
-            counter, reason = "different", "it cannot be decrypted in the target: run `verify`"
+            counter, reason = "different", _UNDECRYPTABLE
         except SecureSessionError:
             raise
         except _Bad as error:
@@ -203,10 +206,13 @@ class _ArtifactRun:
         copies = self.action == "copy"
         new = one.versions[len(stored) :]
         if new and not copies:
-            return "missing", "it was not copied, or not in its latest version"
+            return (
+                "missing",
+                "it, or its latest version, was not copied: run `migrate artifacts copy`",
+            )
         for version, copy in zip(one.versions, stored, strict=False):
             if not (_is_same(version, copy) and (copies or await self._has_content(version, copy))):
-                return "different", f"version {version.number} differs in the target"
+                return "different", f"version {version.number} {_DIFFERENT}"
         for version in new:
             if not self.dry_run:
                 try:

@@ -223,7 +223,10 @@ def _artifact(
             versions.append(version)
     # The texts of these errors quote values.
     except (AttributeError, OSError, KeyError, RecursionError, TypeError, ValueError):
-        problem = f"version {len(versions)} has no content, or no readable metadata.json"
+        problem = (
+            f"version {len(versions)} has no content, or no readable metadata.json: restore the "
+            "files, or delete the artifact in the source"
+        )
     if _path_of(name) != path or (session_id is not None and name.startswith(_USER)):
         problem = "its metadata.json has the name of another artifact"
     if session_id is None and not name.startswith(_USER):
