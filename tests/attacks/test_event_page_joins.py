@@ -56,6 +56,23 @@ async def test_event_of_another_copy_does_not_join_the_page_before(
             await service.list_events_page(**names, limit=1, order=order, after=page.next)
 
 
+@ORDERS
+@pytest.mark.parametrize("part", [1, 2])
+async def test_error_of_a_modified_position_names_it(
+    aes_db: Database, part: int, order: Order
+) -> None:
+    """A client of an application may modify it, without access to the database."""
+    async with aes_db.service() as service:
+        page = await service.list_events_page(**VISIT._asdict(), limit=2, order=order)
+        assert page.next is not None
+        parts = page.next.split(".")
+        parts[part] = "3" if part == 1 else "0" * len(parts[part])
+        with pytest.raises(TamperedError, match="or `after` was modified"):
+            await service.list_events_page(
+                **VISIT._asdict(), limit=2, order=order, after=".".join(parts)
+            )
+
+
 async def test_session_that_was_rolled_back_to_the_end_of_a_page_is_rejected(
     aes_db: Database, tmp_path: Path
 ) -> None:

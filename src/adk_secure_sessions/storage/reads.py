@@ -306,11 +306,23 @@ class ListEvents(ReadOperation, Generic[E]):
             first = max(0, last - limit)
         elif position:
             last = max(first, last)  # an event has followed the position
-        sealed_rows.check_events(session, rows.events, first, last)
+        try:
+            return await self._page(attempt, session, rows.events, first, last)
+        except TamperedError as error:
+            if position is None or error.reason is not Reason.MISMATCH:
+                raise
+            detail = f"{error.detail}, or `after` was modified"  # by the client of an application
+            raise TamperedError(detail, error.reason, error.table, error.row) from None
+
+    async def _page(
+        self, attempt: Attempt, session: StoredSession, rows: list[Row], first: int, last: int
+    ) -> Page[E, EventPosition]:
+        """Check that *rows* are the events from *first* to *last*, and return the page."""
+        sealed_rows.check_events(session, rows, first, last)
         if self.newest:
-            return await self._newest_first(attempt, session, rows.events, first)
-        before = position.link if position else NO_LINK
-        decoded, _, link = await _decoded(attempt, session, rows.events, before, self.decode)
+            return await self._newest_first(attempt, session, rows, first)
+        before = self.position.link if self.position else NO_LINK
+        decoded, _, link = await _decoded(attempt, session, rows, before, self.decode)
         if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.row.id, last, link))
