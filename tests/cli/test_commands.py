@@ -97,8 +97,12 @@ def test_backends_are_named(file_url: str) -> None:
     asyncio.run(fill(file_url))  # by AES-256-GCM
     assert run("verify", *on(file_url)).code == 0
     other = run("verify", *on(file_url), "--backend", "fernet")
-    text = "which is not listed: list it in additional_backends (--also-backend"
+    text = (
+        "encrypted by backend aesgcm, which is not listed: list it in additional_backends (--also-"
+    )
     assert (other.code, text in other.stdout) == (1, True)
+    other = run("retire", *on(file_url), "--backend", "fernet")
+    assert (other.code, text in other.stderr, "delete" in other.stderr) == (2, True, False)
     both = run("verify", *on(file_url), "--backend", "fernet", "--also-backend", "aesgcm")
     assert both.code == 0
 

@@ -465,6 +465,10 @@ def test_guarded_registry_leaves_what_is_allowed_to_google_adk(registry: Any) ->
     ("arguments", "said"),
     [
         (["."], "plaintext: sessions (no --session_service_uri"),
+        (
+            [".", "--service_uri", "sqlite:///x.db"],
+            "://...); give --service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., or the URI mem",
+        ),
         ([".", "--service_uri", "memory://", "-v"], "plaintext: logs (--verbose); leave it out"),
         (
             [".", "--allow-plaintext", "session"],

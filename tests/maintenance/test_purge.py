@@ -96,6 +96,12 @@ async def test_wrong_key_or_missing_file_is_an_error_even_if_no_session_is_due(
     assert not missing.exists()
 
 
+async def test_age_of_zero_is_that_of_all_sessions(file_url: str) -> None:
+    await fill(file_url, sessions=2)
+    async with Database(file_url, BACKEND) as db:
+        assert (await purge(db, timedelta())).numbers == (4, 0, 0)
+
+
 async def test_negative_age_is_rejected(file_url: str) -> None:
     async with Database(file_url, BACKEND) as db:
         with pytest.raises(ConfigurationError, match="negative"):

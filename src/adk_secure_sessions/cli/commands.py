@@ -9,7 +9,13 @@ import click
 from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
-from adk_secure_sessions.cli.options import on_database, with_one_app, with_speed, with_store
+from adk_secure_sessions.cli.options import (
+    POSITIVE,
+    on_database,
+    with_one_app,
+    with_speed,
+    with_store,
+)
 from adk_secure_sessions.cli.output import backend_name, print_result, private_file, progress, table
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors, opened, run
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
@@ -53,7 +59,7 @@ def init(db: Database) -> None:
 @click.option(
     "--timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=10.0,
     show_default=True,
     help="Give up after this time.",
@@ -96,7 +102,7 @@ def status(db: Database, **options: Any) -> None:
 
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
     key cannot be unwrapped.  It also exits 1 if the stored checkpoint of an unfinished rotation was
-    tampered with, or the stored mark that says that a migration is complete.  With or without
+    tampered with, or the stored mark of a complete migration or search index.  With or without
     --key, it exits 1 if a master key was created in the future.
 
     \b

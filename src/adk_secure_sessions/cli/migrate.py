@@ -11,6 +11,7 @@ from adk_secure_sessions.backends.registry import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, migration
 from adk_secure_sessions.cli.options import (
+    POSITIVE,
     TO,
     age_option,
     on_database,
@@ -103,7 +104,7 @@ def migrate() -> None:
 )
 @click.option(
     "--events-per-second",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     help="Copy at most this many events per second.",
 )
 @age_option("--expires-after", "How long after its last update a copied session expires.")

@@ -29,9 +29,11 @@ def with_all(*decorators: Decorator) -> Decorator:
     )
 
 
+POSITIVE = click.FloatRange(min=0, min_open=True)
+POSITIVE.name = "number"  # for the help and error texts
 with_speed: Decorator = click.option(
     "--rows-per-second",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     help="Process at most this many rows per second.",
 )
 with_dry_run: Decorator = click.option(
@@ -41,7 +43,9 @@ with_dry_run: Decorator = click.option(
 
 def _parse_age(value: str) -> timedelta:
     if (age := times.parse_age(value)) is None:
-        raise click.BadParameter("write a number and a unit: s, m, h, d or w, such as 90d")
+        raise click.BadParameter(
+            "write a number up to 999999 and a unit: s, m, h, d or w, such as 90d"
+        )
     return age
 
 

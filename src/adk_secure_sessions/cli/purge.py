@@ -27,7 +27,7 @@ def purge() -> None:
 
 
 @purge.command("sessions")
-@age_option("--older-than", "Also delete sessions whose last event is older.")
+@age_option("--older-than", "Also delete sessions whose last event is older; 0d: of any age.")
 @with_selection
 @with_dry_run
 @with_speed

@@ -74,7 +74,7 @@ def _bytes(text: str) -> int | None:
 
 _NAME = _one_of(*NAMES)
 _TEXT: _Conversion = (lambda text: text or None, "has no value")
-_AGE = "must be a number and a unit: s, m, h, d or w, such as 90d"
+_AGE = "must be a number from 1 to 999999 and a unit: s, m, h, d or w, such as 90d"
 # The options of this package.
 _OPTIONS: dict[str, _Conversion] = {
     "key": _TEXT,

@@ -87,9 +87,14 @@ def plaintext_stores(
 def refusal(found: Mapping[str, str]) -> str:
     """Return the text of an error for *found*, elements of `KINDS` with the cause."""
     text = ", ".join(f"{kind} ({where})" for kind, where in found.items())
-    uri = "--service_uri encrypted+..., or the URI memory:// to store nothing, or "
+    uri = (
+        "--service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., "
+        "or the URI memory:// to store nothing, or "
+    )
+    # Without a URI, google-adk would store sessions in `.adk`, so leaving out does not help.
+    leave = "" if found.keys() <= set(SERVICES) else "leave it out, or "
     return (
-        f"google-adk would write this as plaintext: {text}; leave it out, or give "
+        f"google-adk would write this as plaintext: {text}; {leave}give "
         f"{uri if found.keys() & set(SERVICES) else ''}--allow-plaintext {','.join(found)}"
     )
 
@@ -113,8 +118,9 @@ def _create_checked(kind: str, create: Callable[..., Any], uri: str, **options: 
     option = URI_ARGUMENTS[kind][0]
     if service is None:
         raise ConfigurationError(
-            f"nothing is registered for the scheme of --{option}: if services.yaml or services.py "
-            "registers it, see google-adk's warning above"
+            f"nothing is registered for the scheme of --{option} (by default, --service_uri or "
+            "ADK_SECURE_SESSIONS_URI): if services.yaml or services.py registers it, see "
+            "google-adk's warning above"
         )
     if stored_by(service) == PLAINTEXT:
         raise ConfigurationError(refusal({kind: f"--{option} makes a {type(service).__name__}"}))

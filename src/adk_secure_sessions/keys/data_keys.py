@@ -490,8 +490,9 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
 def _not_listed(backend_id: int) -> DecryptionError:
     if backend_id == records.NOOP_BACKEND_ID:
         return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
+    name = {1: "aesgcm", 2: "fernet"}.get(backend_id, backend_id)
     return UnknownKeyError(
-        f"encrypted by backend {backend_id}, which is not listed: list it in additional_backends "
+        f"encrypted by backend {name}, which is not listed: list it in additional_backends "
         "(--also-backend or --from-backend)",
         reason=Reason.UNKNOWN_BACKEND,
     )

@@ -534,7 +534,8 @@ async def unwrap_master_key(
         given = ", ".join(map(repr, sorted(roots)))
         raise WrongKeyError(
             f"master key {row.id} is wrapped by root key {row.root_key_id!r}; this service was "
-            f"given {given}: list a backend with that key (--key, --also-key or --from-key)"
+            f"given {given}: give that root key as `backend` (--key or --from-key, in a URI key=); "
+            "during a rotation, also in `additional_backends` (--also-key, in a URI also_key=)"
         )
     try:
         key = await _answer_of(root, root.unwrap(row.wrapped, row.context(database_id)))

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
@@ -102,7 +102,7 @@ async def retire(
 
     First, `retire` checks that every row belongs to a session, user or app, and decrypts the row of
     every session.  If a row fails a check, its owner is unknown, so the row may need any data key.
-    Then `retire` raises TamperedError and deletes nothing.
+    Then `retire` raises DecryptionError and deletes nothing.
 
     Then `retire` processes one owner (a user or an app) after the other, and decrypts all records
     of the owner.  If a record is missing or cannot be decrypted, `retire` keeps all data keys of
@@ -122,8 +122,8 @@ async def retire(
 
     Raises:
         ConfigurationError: `EncryptedSessionWrapper` uses the database.
-        TamperedError: A row belongs to no session, user or app, or the row of a session cannot be
-            decrypted; nothing was deleted.
+        DecryptionError: A row belongs to no session, user or app, or the row of a session cannot be
+            decrypted, for example because its backend is not listed; nothing was deleted.
     """
     await db.reread_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
@@ -168,10 +168,13 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
     """
     async for page in sessions_with_ids(db):
         for session in page:
-            if isinstance(session.ids_or_error, Exception):
+            error = session.ids_or_error
+            if isinstance(error, DecryptionError) and error.reason is Reason.UNKNOWN_BACKEND:
+                raise error.located(sessions.name, session.id)  # the operator only has to list it
+            if isinstance(error, Exception):
                 detail = (
-                    "it cannot be decrypted, and may need any key: restore it, or delete it; "
-                    "`verify` lists all such rows"
+                    "it cannot be decrypted, and may need any key: run `verify`, which names all "
+                    "such rows with the cause"
                 )
                 raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
         await limit.advance(len(page))

@@ -122,10 +122,7 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows that still use an older key.
-
-        In a dry run, count the rows that a real run could not change.
-        """
+        """Count the rows that use an older key; in a dry run, at most those that cannot be read."""
 
     async def _require_checkpoint(self) -> None:
         """Raise SecureSessionError if another rotation was started after this one."""
