@@ -55,7 +55,7 @@ async def _write(path: Path) -> None:
             )
     async with Database(url, backends()[0]) as db:
         await fill_index(db, CLINIC, KEYS)
-        await db.index.declare(CLINIC, ["declared"])
+        await db.search_index.declare(CLINIC, ["declared"])
         index = (await db.keyring()).index
         rows = {}
         for user, session, *_ in SESSIONS:

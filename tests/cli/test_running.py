@@ -40,7 +40,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     separate,
 )
-from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
 from tests.maintenance.support import OLD, fill, interrupt, query, run_sql
@@ -300,7 +300,7 @@ async def stop_after_one_batch(url: str, rotate: Any) -> None:
         raise Stop
 
     async with Database(url, AesGcmBackend(OLD)) as db:
-        db.limits = Limits(keys_per_page=1)
+        db.limits = StatementLimits(keys_per_page=1)
         with pytest.raises(Stop):
             await rotate(db, progress=stop)
 

@@ -11,7 +11,7 @@ import pytest
 from adk_secure_sessions.cli.config import variable
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import lookup, purge, record_headers, status, verify
-from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import run
 from tests.key_database.support import APP, KEY, Pair, count, create, event, query, settle
 from tests.servers import for_service
@@ -29,7 +29,7 @@ async def fill(pair: Pair, users: list[str] = USERS) -> None:
 async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches(
     pair: Pair,
 ) -> None:
-    few = Limits(rows=3, keys_per_page=3)
+    few = StatementLimits(rows=3, keys_per_page=3)
     await fill(pair)
     async with pair.maintained(None) as db:
         db.limits = few

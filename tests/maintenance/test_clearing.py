@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
-from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.maintenance.vacuum import clear
 from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of
@@ -119,7 +119,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
     url = f"sqlite+aiosqlite:///{path}"
     await fill(url, users=["ada"], sessions=1)
     async with Database(url, BACKEND) as db:
-        db.limits = Limits(lock_wait=0)
+        db.limits = StatementLimits(lock_wait=0)
         values = records_of_one(path)
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
@@ -244,7 +244,7 @@ async def test_rewriting_gives_up_while_another_transaction_uses_the_table(
         await fill(url, users=["ada"], sessions=1)
         engine = sa.create_engine(place)
         async with Database(url, BACKEND) as db:
-            db.limits = Limits(lock_wait=1)
+            db.limits = StatementLimits(lock_wait=1)
             with engine.begin() as connection:
                 connection.exec_driver_sql("SELECT * FROM secure_keyring, secure_data_keys").all()
                 found = await erase_user(db, APP, "ada", rewrite=True)

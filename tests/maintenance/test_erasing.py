@@ -31,7 +31,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
@@ -199,7 +199,7 @@ async def test_user_with_more_sessions_than_one_statement_names_is_erased(
 ) -> None:
     await fill(url, sessions=5)
     async with Database(url, BACKEND) as db:
-        db.limits = Limits(keys_per_page=2)
+        db.limits = StatementLimits(keys_per_page=2)
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
     await assert_whole(url)

@@ -22,7 +22,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     status,
 )
-from adk_secure_sessions.maintenance.database import Limits
+from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.faults import Faults, Point, with_faults
 from tests.maintenance.support import APP, OLD, Killed, assert_whole, event, fill, interrupt, query
 from tests.servers import Server
@@ -47,7 +47,7 @@ async def rotate_until_the_second_session(url: str) -> None:
             raise Killed
 
     async with Database(url, AES) as db:
-        db.limits = Limits(rows=1)
+        db.limits = StatementLimits(rows=1)
         with pytest.raises(Killed):
             await rotate_data(db, restart=True, progress=kill)
 

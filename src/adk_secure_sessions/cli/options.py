@@ -16,8 +16,8 @@ from adk_secure_sessions.cli.program import Common, one_line_errors
 from adk_secure_sessions.formats import times
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 
-Command = Callable[..., Any]
-Decorator = Callable[[Command], Command]
+CommandFunction = Callable[..., Any]
+Decorator = Callable[[CommandFunction], CommandFunction]
 
 _BACKENDS = click.Choice(NAMES)
 
@@ -187,7 +187,7 @@ def on_database(
     *keys* says whether the root key is required; if it is "none", there are no options for keys.
     """
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: CommandFunction) -> CommandFunction:
         @functools.wraps(command)
         def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
             del options["as_json"]  # `print_result` asks click for it

@@ -281,7 +281,10 @@ class _Trail:
             self.add_bad("", Reason.MALFORMED, detail)
 
     async def chains(self) -> AsyncIterator[tuple[bytes, Any]]:
-        """Yield the ids of all chains, as they began, and their last times; all unauthenticated."""
+        """Yield the id of each chain and the time of its last record, oldest chain first.
+
+        Neither is authenticated.
+        """
         query, size = (_CHAINS, _columns.chain), self._db.limits.keys_per_page
         async for page in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
             for chain, last in page:

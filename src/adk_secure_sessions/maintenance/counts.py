@@ -58,7 +58,10 @@ class DataKeyCount(NamedTuple):
 
 
 async def count_rows(db: Database, *tables: sa.Table) -> int:
-    """Return the number of rows; of events, the sum of revisions: counting them would take long."""
+    """Return the number of rows of *tables*.
+
+    For events, return the sum of the revisions of all sessions: counting events would take long.
+    """
     total = 0
     for table in tables:
         query = _CLAIMED_EVENTS if table is events else number_of(table)

@@ -43,7 +43,7 @@ T = TypeVar("T")
 _CACHE = Caches(sessions=64, data_keys=64)
 
 
-class Limits(NamedTuple):
+class StatementLimits(NamedTuple):
     """Limits for one statement of a maintenance command."""
 
     rows: int = 100  # rows of apps, users or sessions, with their states
@@ -138,13 +138,13 @@ class Database(KeyMaterial, ClosedByWith):
             packing=packing,
         )
         self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
-        # Whether the trail had records when a command opened the database, and the features did not
-        # list it.  Then somebody has replayed an older list, which the command has corrected.
+        # True if the trail had records but the feature list lacked `audit`: somebody has replayed
+        # an older list, which the command has corrected.
         self.trail_was_unlisted: bool = False
-        self.index: SearchIndex = SearchIndex(self.unit)
+        self.search_index: SearchIndex = SearchIndex(self.unit)
         self.imports: Imports = Imports(self.unit)
         self.has_root_keys: bool = backend is not None
-        self.limits: Limits = Limits()
+        self.limits: StatementLimits = StatementLimits()
 
     def use_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database."""

@@ -77,7 +77,8 @@ async def sessions_with_ids(
     """Yield sessions and collections in pages, each with its decrypted ids or an error.
 
     If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
-    are not read.  *query*, a constant with *parameters*, restricts `SESSION_ROWS`.
+    are not read.  To select only some rows, pass *query*, a constant of a module that is derived
+    from `SESSION_ROWS`; *parameters* are its bind parameters.
     """
     query, size = SESSION_ROWS if query is None else query, db.limits.rows
     walk = pages(db.unit.read, query, sessions.c.id, size, SessionRow, **parameters)
@@ -248,7 +249,7 @@ async def records_of_owner(
     None if the row does not exist any more.
     """
     column = _APPS if table is apps else _USERS
-    listed = await rows_with_keys(db, column, [(row.id,)])
+    listed = await rows_with_primary_keys(db, column, [(row.id,)])
     if not listed:
         return None
     (stored,) = listed
@@ -285,23 +286,23 @@ async def records_of_sessions(
         span = Span(records[0].row.id - 1, records[-1].row.id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         for column in (_SNAPSHOTS, _EVENTS):
-            query = _keys_not_under_header(column)
+            query = _primary_keys_under_other_headers(column)
             async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
                 known = [pair for pair in sized if pair[0][0] in opened]
                 for group in grouped(known, itemgetter(1), _RECORDS, _BYTES):
                     keys = [key for key, _ in group]
-                    rows: list[Any] = await rows_with_keys(db, column, keys)
+                    rows: list[Any] = await rows_with_primary_keys(db, column, keys)
                     yield [EncryptedRecord(column, row, opened[row[0]]) for row in rows]
 
 
 async def _witnesses(
     db: Database, ids: Sequence[str], tags: Iterable[bytes]
 ) -> list[EncryptedRecord]:
-    rows = await rows_with_keys(db, _WITNESSES, [(tag,) for tag in tags])
+    rows = await rows_with_primary_keys(db, _WITNESSES, [(tag,) for tag in tags])
     return [EncryptedRecord(_WITNESSES, row, ids) for row in rows]
 
 
-async def rows_with_keys(
+async def rows_with_primary_keys(
     db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
 ) -> list[R]:
     rows: list[R] = []
@@ -314,9 +315,8 @@ async def rows_with_keys(
             for number, key in enumerate(part)
             for position, value in enumerate(key)
         }
-        rows += [
-            column.row_type(*row) for row in await db.unit.read(_with_keys(column), parameters)
-        ]
+        stored = await db.unit.read(_with_primary_keys(column), parameters)
+        rows += [column.row_type(*row) for row in stored]
     return rows
 
 
@@ -341,7 +341,7 @@ def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
 
 
 @functools.cache
-def _with_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _with_primary_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
     wanted = [
         sa.and_(
             *(
@@ -355,7 +355,7 @@ def _with_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
 
 
 @functools.cache
-def _keys_not_under_header(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _primary_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records whose header is not `current`."""
     return (
         sa.select(*column.key, sa.func.length(column.value))

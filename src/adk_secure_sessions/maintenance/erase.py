@@ -192,7 +192,7 @@ async def _commit(
 class _Deletion:
     """One attempt to delete the rows of the user with the tag *tag*, in one transaction.
 
-    It deletes the data keys, unless *of_keys* is False, and all other rows, unless *of_rows* is.
+    *of_keys* and *of_rows* say whether the attempt deletes the data keys and the other rows.
     *headers* are the record headers that name the user's data keys.  These headers identify the
     user's records even if the user's row was removed or modified.  A dry run only counts the rows.
     *row_ids_per_statement* is the maximum number of row ids in one statement.

@@ -152,15 +152,15 @@ class _Move:
 
     async def transfer(self) -> KeyMove:
         await self._survey_and_check()
-        has_begun = self._has_arrived or FeatureName.MOVING in self._found[0].features
-        for place, survey in zip((self._source, self._target), self._found, strict=True):
+        has_begun = self._is_switched or FeatureName.MOVING in self._surveys[0].features
+        for place, survey in zip((self._source, self._target), self._surveys, strict=True):
             if survey.format_version is not None:
                 await place.change(partial(self._claim, survey.meta_rows))
-        if not self._has_arrived:
-            await self._copy(*self._found)
+        if not self._is_switched:
+            await self._copy(*self._surveys)
             await self._data.change(self._switch)
             await self._survey_and_check()
-        source, target = self._found
+        source, target = self._surveys
         copy = await _fingerprint(self._target)
         if source.keyring and await _fingerprint(self._source) != copy:
             raise ConfigurationError(_IN_USE)
@@ -200,16 +200,16 @@ class _Move:
                 "the key database belongs to another database: give an empty key database"
             )
         source, target = (data, keys) if self._source is self._data else (keys, data)
-        self._found = (source, target)
-        self._has_arrived = is_in_keys == (self._target is self._keys)
-        holder = target if self._has_arrived else source
+        self._surveys = (source, target)
+        self._is_switched = is_in_keys == (self._target is self._keys)
+        holder = target if self._is_switched else source
         await self._unwrap(holder)
         holder.reject_unfinished(FeatureName.SEPARATING)
-        if FeatureName.MOVING in holder.features and _is_parked(holder) == self._has_arrived:
+        if FeatureName.MOVING in holder.features and _is_parked(holder) == self._is_switched:
             raise _other_way(self._source.name)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
-        if not self._has_arrived:
+        if not self._is_switched:
             await self._check_target(source, target)
         elif source.keyring and not _is_parked(source):
             raise ConfigurationError(_IN_USE)

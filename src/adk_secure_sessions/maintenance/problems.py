@@ -124,7 +124,10 @@ def unlisted(what: str, feature: str, remedy: str) -> str:
 
 
 async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:
-    """Yield table, key and number of the orphaned rows of *tables*; a session's events at once."""
+    """Yield (table, primary key, number) for the orphaned rows of *tables*.
+
+    All events of one session are one tuple.
+    """
     for key, query in _ORPHANS:
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.

@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     owner_rows,
     records_of_owner,
     records_of_sessions,
-    rows_with_keys,
+    rows_with_primary_keys,
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.progress import Progress
@@ -253,7 +253,7 @@ class DataRotationRun(Rotation):
         await self._db.unit.change(partial(_replace, changes))
         for column, replaced in changes.items():
             new = {record.key: sealed for record, sealed in replaced}
-            for row in await rows_with_keys(self._db, column, list(new)):
+            for row in await rows_with_primary_keys(self._db, column, list(new)):
                 self.result.reencrypted += row[-1] == new[column.key_of(row)]
 
     async def _is_of_new_key(

@@ -100,7 +100,7 @@ async def fill_index(
     """
     _check(keys)
     add_facts(app=app_name)
-    tags = await db.index.declare(app_name, keys)
+    tags = await db.search_index.declare(app_name, keys)
     of_users = any(key.startswith(USER_PREFIX) for key in keys)
     total = await count_rows(db, sessions, *([users] if of_users else []))
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
@@ -113,7 +113,7 @@ async def fill_index(
     result.problems = tuple(run.problems.items)
     result.complete = skip_unreadable or not run.problems.count
     if result.complete:
-        await db.index.complete(tags)
+        await db.search_index.complete(tags)
     run.meter.finish()
     return result
 
@@ -139,7 +139,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
         return IndexChange()
     tags = {index.state_key(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
-    await db.index.withdraw(tags)
+    await db.search_index.withdraw(tags)
     return IndexChange(removed=await _delete(db, tags))
 
 
