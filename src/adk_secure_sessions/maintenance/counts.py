@@ -11,7 +11,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys, header_of
-from adk_secure_sessions.maintenance.owners import CurrentKeys
+from adk_secure_sessions.maintenance.owners import current_keys
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
@@ -83,25 +83,24 @@ async def count_records(
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Count records by table and by the backend in the header, and spare data keys.
 
-    A data key counts as newest only if it is its owner's current one (see `CurrentKeys`), was
+    A data key counts as newest only if it is its owner's current one (see `current_keys`), was
     created at *since* or later, and can be unwrapped by *masters*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     newest: Counter[tuple[str, int | None]] = Counter()
-    current = CurrentKeys(db)
-    named: set[int] = (
-        set()
-    )  # the data keys in `current.newer_than_current` that records name nevertheless
+    newer: set[int] = set()  # data keys that are newer than the current ones
+    named: set[int] = set()  # those of them that records name nevertheless
     for key, query in _COUNTED:
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
             groups = await span.read(db.unit.read, query, key)
-            current_keys = await current.of({owner for owner, *_ in groups})
+            current, more = await current_keys(db, {owner for owner, *_ in groups})
+            newer |= more
             keys = {
                 owner: row.id
-                for owner, row in current_keys.items()
+                for owner, row in current.items()
                 if isinstance(row.created_at, int)
                 and row.created_at >= since
                 and (masters is None or can_unwrap(row, masters))
@@ -111,11 +110,11 @@ async def count_records(
                 counts[table.name, backend_id] += rows
                 if key_id is not None and key_id == keys.get(owner):
                     newest[table.name, backend_id] += rows
-                elif key_id in current.newer_than_current:
+                elif key_id in newer:
                     named.add(key_id)
             await meter.advance(sum(rows for *_, rows in groups))
     records = (RecordCount(*kind, number, newest[kind]) for kind, number in counts.items())
-    return tuple(records), len(current.newer_than_current - named)
+    return tuple(records), len(newer - named)
 
 
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:

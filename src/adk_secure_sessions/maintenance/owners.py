@@ -37,52 +37,44 @@ def split_at_current(
     return ordered[:at], ordered[at], ordered[at + 1 :]
 
 
-class CurrentKeys:
-    """Finds the current data keys of owners; `newer_than_current` collects the ids of newer ones.
+async def current_keys(
+    db: Database, owners: set[object]
+) -> tuple[dict[object, DataKeyRow], set[int]]:
+    """Return the current data key of each of *owners* (tags), and the ids of all newer ones.
 
     If the owner's row is not authentic, the newest data key counts as the current one.  Without
     root keys, the data key that encrypts the owner's row counts as the current one.
     """
+    keys: dict[bytes, list[DataKeyRow]] = {}
+    for row in (await db.unit.read_data_keys(owners)).data_keys:
+        # SQLite stores any type in any column, so a modified generation can have another type.
+        if isinstance(row.generation, int):
+            keys.setdefault(row.owner, []).append(row)
+    several = [owner for owner, rows in keys.items() if len(rows) > 1]
+    encrypting: dict[object, int] = {}  # the ids in the headers of the owners' rows
+    for table, query in _HEADERS.items():
+        for tag, stored in await rows_where(db.unit.read, query, table.c.tag, several):
+            if (parts := header_ids(stored)) is not None:
+                encrypting[tag] = parts[1]
+    current: dict[object, DataKeyRow] = {}
+    newer_than_current: set[int] = set()
+    for owner, rows in keys.items():
+        _, current[owner], _ = split_at_current(rows, ())
+        key_id = encrypting.get(owner)
+        if key_id is not None and key_id != current[owner].id:
+            _, current[owner], newer = split_at_current(rows, await _names(db, owner, key_id))
+            newer_than_current.update(row.id for row in newer)
+    return current, newer_than_current
 
-    def __init__(self, db: Database) -> None:
-        self._db = db
-        self.newer_than_current: set[int] = set()
 
-    async def of(self, owners: set[object]) -> dict[object, DataKeyRow]:
-        """Return the current data key of each of *owners* (tags) that has data keys."""
-        keys: dict[bytes, list[DataKeyRow]] = {}
-        for row in (await self._db.unit.read_data_keys(owners)).data_keys:
-            # SQLite stores any type in any column, so a modified generation can have another type.
-            if isinstance(row.generation, int):
-                keys.setdefault(row.owner, []).append(row)
-        several = [owner for owner, rows in keys.items() if len(rows) > 1]
-        encrypting = await self._keys_of_rows(several)
-        current: dict[object, DataKeyRow] = {}
-        for owner, rows in keys.items():
-            _, current[owner], _ = split_at_current(rows, ())
-            key_id = encrypting.get(owner)
-            if key_id is not None and key_id != current[owner].id:
-                _, current[owner], newer = split_at_current(rows, await self._names(owner, key_id))
-                self.newer_than_current.update(row.id for row in newer)
-        return current
-
-    async def _keys_of_rows(self, owners: Collection[bytes]) -> dict[object, int]:
-        """Return the ids of the data keys that the headers of the rows of *owners* name."""
-        key_ids: dict[object, int] = {}
-        for table, query in _HEADERS.items():
-            for tag, stored in await rows_where(self._db.unit.read, query, table.c.tag, owners):
-                if (parts := header_ids(stored)) is not None:
-                    key_ids[tag] = parts[1]
-        return key_ids
-
-    async def _names(self, owner_tag: bytes, key_id: int) -> Collection[int]:
-        if not self._db.has_root_keys:
-            return [key_id]
-        try:
-            decrypted = await read_owner_with_tag(self._db, owner_tag)
-        except (WrongKeyError, *UNREADABLE):
-            return ()
-        return () if decrypted is None else decrypted[1].key_ids
+async def _names(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:
+    if not db.has_root_keys:
+        return [key_id]
+    try:
+        decrypted = await read_owner_with_tag(db, owner_tag)
+    except (WrongKeyError, *UNREADABLE):
+        return ()
+    return () if decrypted is None else decrypted[1].key_ids
 
 
 _HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}
