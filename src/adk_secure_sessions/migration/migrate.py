@@ -55,6 +55,8 @@ class Migration(Result):
         copied: How many sessions were copied, because they are new or have changed in the source.
         events: How many events these sessions have.
         states: How many states of users and apps were copied.
+        expired: How many of the copied sessions have expired already, because their last update was
+            longer ago than *expires_after*.  No service returns them.
         unchanged: How many sessions were left as they are: they have not changed in the source
             since they were copied.  Services may have continued or deleted them in the target.
         conflicts: How many sessions and states were left unchanged for one of these reasons: both
@@ -77,6 +79,7 @@ class Migration(Result):
     copied: int = count("session", "copied", always=True, changes=True)
     events: int = count("event", "copied", always=True, changes=True)
     states: int = count("state", "copied", always=True, changes=True)
+    expired: int = count("session", "of them have expired already, so no service returns them")
     unchanged: int = count("session", "not changed in the source since they were copied")
     conflicts: int = count("item", "in conflict, and left unchanged", wrong=True)
     bad: int = count("item", "cannot be read, and not copied", wrong=True)
@@ -223,6 +226,8 @@ class _MigrationRun:
         elif content is not None and status.is_due:
             self.result.copied += 1
             self.result.events += len(content.events)
+            expires_at = self._expires_at(content)
+            self.result.expired += expires_at is not None and expires_at <= time.time_ns() // 1000
         elif not self._is_conflict(pair, status):
             self.result.unchanged += 1
         await self.meter.advance()
@@ -233,9 +238,6 @@ class _MigrationRun:
             state = json_text.encode_state(content.state)
         except ValueError:
             raise ConversionError(TOO_LARGE) from None
-        expires_at = content.expires_at
-        if expires_at is None and self.lifetime is not None:
-            expires_at = content.updated_at + self.lifetime
         is_older = pair.status is ImportStatus.OLDER
         if is_older and self.is_erased and not await self._may_replace_copy(pair, content):
             return ImportStatus.CONFLICT
@@ -249,8 +251,13 @@ class _MigrationRun:
             updated_at=content.updated_at,
             source_version=pair.session.version,
             replace=is_older,
-            expires_at=expires_at,
+            expires_at=self._expires_at(content),
         )
+
+    def _expires_at(self, content: SessionContent) -> int | None:
+        if content.expires_at is None and self.lifetime is not None:
+            return content.updated_at + self.lifetime
+        return content.expires_at
 
     def _is_conflict(self, pair: Pair[Any], status: ImportStatus) -> bool:
         """Return whether *status* is a conflict; if it is, count and list *pair*."""
