@@ -180,7 +180,7 @@ def test_database_with_another_key_is_copied() -> None:
         (["--from-key", "env:OLD_KEY"], "the source is not encrypted"),
         (["--from-backend", "fernet"], "the source is not encrypted"),
         (["--from-key-db", "sqlite:///keys.db"], "omit the keys, backends and key database"),
-        (["--expires-after", "0d"], "(--expires-after) must be a positive time"),
+        (["--expires-after", "0d"], "with --expires-after 90d"),
     ],
 )
 def test_options_that_do_not_fit_are_rejected(options: list[str], message: str) -> None:

@@ -132,7 +132,7 @@ async def test_copies_may_expire_though_the_source_does_not(file_url: str) -> No
     source.put("ada", "new", updated_at=now)
     source.put("ada", "own", updated_at=now - 3600 * 1_000_000, expires_at=now + 3600 * 1_000_000)
     for bad in (timedelta(), -timedelta(1)):  # all copies would have expired
-        with pytest.raises(ConfigurationError, match="expires_after.* must be a positive"):
+        with pytest.raises(ConfigurationError, match="expires_after must be a positive"):
             await copy(source, file_url, expires_after=bad)
     assert (await copy(source, file_url, expires_after=timedelta(minutes=30))).succeeded
     assert await stored(file_url, "ada", "old") is None

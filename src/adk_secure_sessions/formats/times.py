@@ -25,8 +25,8 @@ def lifetime_of(expires_after: timedelta | None) -> int | None:
         return None
     if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
         raise ConfigurationError(
-            "expires_after (--expires-after) must be a positive time: timedelta(days=90), in a URI "
-            "or a command 90d"
+            "expires_after must be a positive time: timedelta(days=90), in a URI or with "
+            "--expires-after 90d"
         )
     return expires_after // _MICROSECOND
 
