@@ -526,18 +526,14 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
     ) -> SessionPage:
         """Find at most *limit* of the sessions that `find_sessions` finds.
 
-        The order and the pages are those of `list_sessions_page` for all users of an app.
+        The order and the pages are those of `list_sessions_page` for all users of an app.  The
+        other arguments are those of `find_sessions`.
 
         Args:
-            app_name: The app's name.
-            key: See `find_sessions`.
-            value: See `find_sessions`.
             limit: The number of sessions, 1 to 1000.
             after: `next` of the page before, with the same other arguments; None for the first
                 page.
             order: Whether the oldest or the newest session is first.
-            updated_after: See `find_sessions`.
-            updated_before: See `find_sessions`.
 
         Raises:
             ConfigurationError, DecryptionError: See `find_sessions`.
