@@ -29,9 +29,9 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 Row = Sequence[Any]
 
 INSTALLED = f"the installed google-adk {adk_version}"
-_LIMITS = "see docs/limits.md, Sizes"
+LIMITS = "see docs/limits.md, Sizes"
 # google-adk before 1.17 stored `temp:` keys in the state delta of events.  An event whose JSON
-# contains this text is not stored as it is: `_encoded` removes these keys first.
+# contains this text is not stored as it is: `encoded` removes these keys first.
 _TEMPORARY = b'"temp:'
 
 
@@ -83,12 +83,12 @@ def state_of(value: object, whose: str) -> JsonObject:
     try:
         state = json_text.loads(to_bytes(value))
     except (DecryptionError, ValueError):
-        problem = f"{whose} state is not a JSON object, or exceeds a limit: {_LIMITS}"
+        problem = f"{whose} state is not a JSON object, or exceeds a limit: {LIMITS}"
         raise ConversionError(problem) from None
     try:
         json_text.encode_state(state)
     except ValueError:
-        raise ConversionError(f"{whose} state exceeds a limit: {_LIMITS}") from None
+        raise ConversionError(f"{whose} state exceeds a limit: {LIMITS}") from None
     return state
 
 
@@ -96,7 +96,7 @@ def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text of the error contains no name
-        raise ConversionError(f"{error}: {_LIMITS}") from None
+        raise ConversionError(f"{error}: {LIMITS}") from None
 
 
 # --- Events --------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def event_of(
             fields[name] = value
     if fields.get("timestamp") is None:
         fields["timestamp"] = seconds_of(timestamp, zone)
-    return _encoded(validated(Event, fields))
+    return encoded(validated(Event, fields))
 
 
 _TEXTS = ("id", "invocation_id", "author", "branch", "error_code", "error_message")
@@ -180,10 +180,11 @@ def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> Source
         "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
         "actions": EventActions() if pickled is None else read.read(to_bytes(pickled)),
     }
-    return _encoded(Event(**fields))
+    return encoded(Event(**fields))
 
 
-def _encoded(event: Event) -> SourceEvent:
+def encoded(event: Event) -> SourceEvent:
+    """Convert *event*, which gets an id and loses its `temp:` keys, as google-adk stores it."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})
     return SourceEvent(events.encode(event, replaces=False), time)

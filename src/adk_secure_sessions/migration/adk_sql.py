@@ -38,9 +38,7 @@ STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` return
 # PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
 # multiple.
 _COMPRESSION = 3
-_UNREADABLE_EVENT = (
-    f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: see docs/limits.md, Sizes"
-)
+_UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {adk_rows.LIMITS}"
 _SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
 _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "

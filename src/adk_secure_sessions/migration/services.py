@@ -4,16 +4,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import JsonObject
-from adk_secure_sessions.migration.adk_rows import check_names
+from adk_secure_sessions.migration.adk_rows import LIMITS, check_names, encoded
 from adk_secure_sessions.migration.adk_tables import readable
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -29,7 +28,6 @@ from adk_secure_sessions.tracebacks import hides_locals
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
 _BATCH = 32  # the number of sessions, or of users, in one batch; their contents are not read
-_LIMITS = "see docs/limits.md, Sizes"
 
 _Content = SessionContent | Unreadable
 
@@ -207,15 +205,14 @@ def _content(key: SourceSession, session: Session) -> SessionContent:
     state = _state(json_text.split_scopes(session.state).session)
     converted: list[SourceEvent] = []
     for event in session.events:
+        copied = event.model_copy(update={"actions": event.actions.model_copy()})
         try:
-            time = microseconds(event.timestamp)
-            plaintext = events.encode(_as_stored(event), replaces=False)
+            converted.append(encoded(copied))
         except ValueError:
             raise ConversionError(
                 f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "
-                f"form, or exceeds a limit: {_LIMITS}"
+                f"form, or exceeds a limit: {LIMITS}"
             ) from None
-        converted.append(SourceEvent(plaintext, time))
     try:
         updated_at = microseconds(session.last_update_time)
     except ValueError:
@@ -224,16 +221,9 @@ def _content(key: SourceSession, session: Session) -> SessionContent:
     return SessionContent(state, converted, created_at, updated_at)
 
 
-def _as_stored(event: Event) -> Event:
-    """Return a copy of *event* with an id and without `temp:` keys, as google-adk stores it."""
-    copied = event.model_copy(update={"actions": event.actions.model_copy()})
-    events.prepare(copied, {})
-    return copied
-
-
 def _state(state: JsonObject) -> JsonObject:
     """Return a copy of *state* that consists of JSON values."""
     try:
         return json_text.load_state(json_text.encode_state(state))
     except ValueError:  # the text of the error may contain keys
-        raise ConversionError(f"its state exceeds a limit: {_LIMITS}") from None
+        raise ConversionError(f"its state exceeds a limit: {LIMITS}") from None
