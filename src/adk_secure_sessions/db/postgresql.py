@@ -313,11 +313,7 @@ class _Session:
     __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "has_timed_out")
 
     def __init__(
-        self,
-        driver: Any,
-        prepared: dict[str, Any],
-        pooler: _Pooler,
-        read_timeout: float | None,
+        self, driver: Any, prepared: dict[str, Any], pooler: _Pooler, read_timeout: float | None
     ) -> None:
         self._driver = driver
         self._prepared = prepared

@@ -331,9 +331,7 @@ def page_of_sessions(
     else:
         rows = rows.where(sessions.c.user_row == _USER_ID)
     page = first_rows(rows, _limit).cte("page")
-    members = [
-        _listed(source=page.join(sessions, sessions.c.id == page.c.id)),
-    ]
+    members = [_listed(source=page.join(sessions, sessions.c.id == page.c.id))]
     if found_by in ("session", "user"):
         members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
     if with_snapshots:
@@ -487,8 +485,7 @@ INSERT_MIGRATED = sa.insert(migrated)
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
 INSERT_INDEXED = sa.insert(indexed)
 _is_indexed: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-    indexed.c.row_id == sa.bindparam("row_id", type_=sa.BigInteger),
-    indexed.c.key_tag == _key_tag,
+    indexed.c.row_id == sa.bindparam("row_id", type_=sa.BigInteger), indexed.c.key_tag == _key_tag
 )
 # An INSERT that does nothing if the key of the session or user has a row already.
 INSERT_MISSING_INDEXED = _insert(

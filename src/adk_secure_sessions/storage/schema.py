@@ -438,11 +438,7 @@ class Identity(NamedTuple):
 
     def tags(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
-        return {
-            "app_tag": self.app_tag,
-            "user_tag": self.user_tag,
-            "session_tag": self.session_tag,
-        }
+        return {"app_tag": self.app_tag, "user_tag": self.user_tag, "session_tag": self.session_tag}
 
 
 def identify(

@@ -427,11 +427,7 @@ class UnitOfWork:
         await self.executors.close()
 
     async def identify(
-        self,
-        app_name: str,
-        user_id: str = "",
-        session_id: str = "",
-        is_collection: bool = False,
+        self, app_name: str, user_id: str = "", session_id: str = "", is_collection: bool = False
     ) -> Identity:
         """Return the ids together with their tags (blind indexes)."""
         # The tags stay the same when caches expire: `run` empties those.

@@ -317,11 +317,7 @@ class ImportSession(_Import[ImportStatus]):
         return (yield from self._apply(attempt, new, changes))
 
     def _create(
-        self,
-        attempt: Attempt,
-        owners: OwnerChanges,
-        app: Owner | None,
-        user: Owner | None,
+        self, attempt: Attempt, owners: OwnerChanges, app: Owner | None, user: Owner | None
     ) -> Steps[None]:
         app = owners.app(app, {})
         changed = owners.user(user, app.row.id, {}, None)

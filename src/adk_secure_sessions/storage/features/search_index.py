@@ -48,11 +48,7 @@ class SearchIndex:
         self._declared: tuple[Keyring | None, set[str]] = (None, set())
 
     async def find(
-        self,
-        app_name: str,
-        key: str,
-        value: object,
-        options: PageOptions,
+        self, app_name: str, key: str, value: object, options: PageOptions
     ) -> PageOfSessions:
         """Return a page of the sessions of an app whose state contains *key* with *value*, JSON.
 
