@@ -63,10 +63,7 @@ async def test_owners_that_were_found_for_a_wrapper_are_cached(tmp_path: Path) -
         await service._unit.run(EnsureOwners(await service._unit.identify("a", "u")))
         opened = service._unit._opened
         assert opened
-        assert (len(opened.row_cache.apps._entries), len(opened.row_cache.users._entries)) == (
-            1,
-            1,
-        )
+        assert (len(opened.row_cache.apps._entries), len(opened.row_cache.users._entries)) == (1, 1)
 
 
 async def test_session_that_leaves_the_cache_during_an_append_is_read_with_its_witness(

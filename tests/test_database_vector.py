@@ -250,8 +250,7 @@ async def test_service_and_reader_reject_a_session_whose_parents_were_tampered_w
 
 
 @pytest.mark.parametrize(
-    "table",
-    ["secure_apps", "secure_users", "secure_sessions", "secure_bases", "secure_witnesses"],
+    "table", ["secure_apps", "secure_users", "secure_sessions", "secure_bases", "secure_witnesses"]
 )
 async def test_service_and_reader_reject_rows_that_were_rolled_back(
     database: Path, table: str

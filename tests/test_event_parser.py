@@ -231,9 +231,7 @@ def is_slow(parser: EventParser) -> bool:
     return not parser.is_fast and parser(PLAIN) == Event.model_validate_json(PLAIN)
 
 
-def test_pydantic_without_the_flag_gets_the_public_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pydantic_without_the_flag_gets_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def validator(schema: Any) -> None:
         raise AssertionError("it is called with the flag")
 

@@ -231,9 +231,7 @@ async def test_row_that_claims_another_root_key_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"id": 7}, {"created_at": 7}, {"wrapped": b""}, {"wrapped": b"\x01" * 61}],
-    ids=str,
+    "change", [{"id": 7}, {"created_at": 7}, {"wrapped": b""}, {"wrapped": b"\x01" * 61}], ids=str
 )
 async def test_modified_row_is_rejected(change: dict[str, Any]) -> None:
     for row, other in permutations(await made(ROOT)):

@@ -50,10 +50,7 @@ def audit_log_as_it_was() -> Iterator[None]:
     ids=pages.name_of,
 )
 def test_code_in_the_page_runs_and_prints_what_it_says(
-    path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     def server() -> PostgreSQL:
         started: PostgreSQL = request.getfixturevalue("postgresql")

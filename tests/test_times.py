@@ -42,8 +42,7 @@ def test_rounding_is_that_of_fromtimestamp(timestamp: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "timestamp",
-    [math.inf, -math.inf, math.nan, math.nextafter(9e12, math.inf), -9e12 - 1, 10**400],
+    "timestamp", [math.inf, -math.inf, math.nan, math.nextafter(9e12, math.inf), -9e12 - 1, 10**400]
 )
 def test_impossible_time_is_rejected(timestamp: float) -> None:
     with pytest.raises(ValueError, match="not a possible time"):

@@ -168,9 +168,7 @@ def to(kind: int, name: str) -> str:
 # --- sessions and collections --------------------------------------------------------------------
 
 
-async def test_session_made_a_collection_is_rejected_wherever_it_is_read(
-    victim: Victim,
-) -> None:
+async def test_session_made_a_collection_is_rejected_wherever_it_is_read(victim: Victim) -> None:
     victim.run(to(-2, "session"))
     async with victim.service() as service:
         with pytest.raises(TamperedError):

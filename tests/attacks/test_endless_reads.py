@@ -23,10 +23,7 @@ from tests.servers import Server
 __all__ = ["server", "url"]
 
 LATER = ["aiosqlite-engine", "psycopg", "asyncpg-pgbouncer", "psycopg-pgbouncer"]
-name = each_driver(
-    *("sqlite", "asyncpg", "asyncmy"),
-    soak=LATER,
-)
+name = each_driver(*("sqlite", "asyncpg", "asyncmy"), soak=LATER)
 
 Open = Callable[[float | None], EncryptedSessionService]
 
@@ -162,7 +159,7 @@ ENDLESS_TRIGGER = {
     ],
     "mysql": [
         "CREATE TRIGGER slow BEFORE INSERT ON secure_events FOR EACH ROW "
-        "SET NEW.time = NEW.time + SLEEP(1000)",
+        "SET NEW.time = NEW.time + SLEEP(1000)"
     ],
 }
 

@@ -147,10 +147,7 @@ def others_in_soak(chosen: Collection[Any], among: Iterable[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     "typed_db", others_in_soak(["url"], ["url", "engine", *SERVERS]), indirect=True
 )
-@pytest.mark.parametrize(
-    ("operation", "value", "share"),
-    others_in_soak(DEFAULT, CASES),
-)
+@pytest.mark.parametrize(("operation", "value", "share"), others_in_soak(DEFAULT, CASES))
 async def test_column_that_holds_anything_is_rejected_or_named_and_nothing_is_lost(
     operation: str, value: str, share: int | None, typed_db: Database
 ) -> None:

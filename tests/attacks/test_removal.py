@@ -57,10 +57,7 @@ async def test_removed_row_is_detected_and_not_created_again(db: Database, cell:
     """The service does not mistake it for an app, a user or a session that never existed."""
     remove(db, cell)
     # What cannot be detected in a listing: docs/format.md, "What a reader must check".
-    but = {
-        USER_STATE: (list_app,),
-        SESSION_STATE: (list_user, list_app),
-    }.get(cell, ())
+    but = {USER_STATE: (list_app,), SESSION_STATE: (list_user, list_app)}.get(cell, ())
     await assert_rejected(db, cell.impact, TamperedError, who=cell.who, except_for=but)
 
 

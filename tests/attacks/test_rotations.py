@@ -213,9 +213,7 @@ async def test_retired_data_key_replayed_without_its_master_encrypts_and_decrypt
         assert await get(service, db, BOB) is not None
 
 
-async def test_retired_master_replayed_under_the_old_root_key_is_rejected(
-    db: Database,
-) -> None:
+async def test_retired_master_replayed_under_the_old_root_key_is_rejected(db: Database) -> None:
     before = contents(db)
     await replace_all(db)
     masters = [row for row in before["secure_keyring"] if row[1] == "data"]

@@ -178,9 +178,7 @@ PASSPHRASE_HEADER = {
 }
 
 
-async def test_modified_passphrase_cost_is_rejected_without_paying_it(
-    tmp_path: Path,
-) -> None:
+async def test_modified_passphrase_cost_is_rejected_without_paying_it(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
     url = f"sqlite+aiosqlite:///{path}"
     backend = AesGcmBackend(PassphraseKey("correct horse battery staple"))

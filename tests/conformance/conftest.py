@@ -67,9 +67,7 @@ async def open_service(
 
 
 @pytest.fixture
-async def service(
-    open_service: Callable[[], Awaitable[BaseSessionService]],
-) -> BaseSessionService:
+async def service(open_service: Callable[[], Awaitable[BaseSessionService]]) -> BaseSessionService:
     return await open_service()
 
 

@@ -180,7 +180,7 @@ CORPUS: dict[str, Callable[[], Event]] = {
         logprobs_result=types.LogprobsResult(
             chosen_candidates=[
                 types.LogprobsResultCandidate(token="te", token_id=7, log_probability=-1e-9)
-            ],
+            ]
         ),
     ),
     "artifacts": lambda: actions(artifact_delta={"report.pdf": 0, "ü/b c.txt": 12}),

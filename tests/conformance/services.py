@@ -245,11 +245,7 @@ WRAPPERS: dict[str, Kind] = {
 # engine; `make soak` runs all tests on all of them.
 MAIN_KINDS = ["adk", "encrypted-file", "encrypted-postgresql", "encrypted-mariadb"]
 POOLED_KINDS = ["encrypted-pgbouncer", "encrypted-pgbouncer-psycopg"]
-CLUSTER_KINDS = [
-    "encrypted-serializable",
-    "encrypted-serializable-psycopg",
-    "encrypted-galera",
-]
+CLUSTER_KINDS = ["encrypted-serializable", "encrypted-serializable-psycopg", "encrypted-galera"]
 OTHER_KINDS = [name for name in KINDS if name not in MAIN_KINDS]
 # Of a parametrized test, these run every nth case by default, the others the first one.
 NTH_CASES = {"adk": 6, "encrypted-file": 1, "wrapped-memory": 4}

@@ -148,9 +148,7 @@ async def test_temp_keys_reach_memory_but_neither_storage_nor_the_event(
     assert again.events[0].actions.state_delta == {"k": 1}
 
 
-async def test_temp_keys_stay_in_memory_through_later_appends(
-    service: BaseSessionService,
-) -> None:
+async def test_temp_keys_stay_in_memory_through_later_appends(service: BaseSessionService) -> None:
     session = await create(service)
     await service.append_event(session, event(delta={"temp:t": 1}))
     await service.append_event(session, event(delta={"k": 1}))

@@ -267,9 +267,7 @@ async def test_reader_never_sees_an_event_without_its_state_or_the_reverse(
     await together(write(), read(), read())
 
 
-async def test_many_sessions_of_many_users_at_once_stay_apart(
-    service: BaseSessionService,
-) -> None:
+async def test_many_sessions_of_many_users_at_once_stay_apart(service: BaseSessionService) -> None:
     await create(service, "the first makes the tables", user_id="first")
 
     async def converse(n: int) -> Session:

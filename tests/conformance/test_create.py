@@ -52,9 +52,7 @@ ODD_IDS = {
 odd_ids = pytest.mark.parametrize("odd_id", ODD_IDS.values(), ids=ODD_IDS.keys())
 
 
-async def test_session_without_a_given_id_gets_a_uuid(
-    service: BaseSessionService,
-) -> None:
+async def test_session_without_a_given_id_gets_a_uuid(service: BaseSessionService) -> None:
     first, second = await create(service, None), await create(service, None)
     assert uuid.UUID(first.id) != uuid.UUID(second.id)
     assert (await reload(service, first)).id == first.id
@@ -161,9 +159,7 @@ async def test_creating_an_existing_id_is_rejected_and_leaves_the_session_alone(
 
 
 @reference_lacks("the losers get an SQL error")
-async def test_exactly_one_of_many_creators_of_one_id_wins(
-    service: BaseSessionService,
-) -> None:
+async def test_exactly_one_of_many_creators_of_one_id_wins(service: BaseSessionService) -> None:
     results = await asyncio.gather(
         *(create(service, "one", state={"winner": n}) for n in range(12)), return_exceptions=True
     )

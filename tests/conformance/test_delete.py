@@ -55,9 +55,7 @@ async def test_deleting_an_unknown_session_is_no_error(service: BaseSessionServi
     assert await reload(service, session) == session
 
 
-async def test_deleting_before_anything_was_stored_is_no_error(
-    service: BaseSessionService,
-) -> None:
+async def test_deleting_before_anything_was_stored_is_no_error(service: BaseSessionService) -> None:
     await service.delete_session(app_name=APP, user_id=USER, session_id="s")
 
 

@@ -169,8 +169,7 @@ async def test_closing_leaves_the_callers_engine_open(url: URL) -> None:
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["sqlite+aiosqlite:///{}/x.db", "sqlite:///{}/x.db", "sqlite+aiosqlite:///:memory:"],
+    "template", ["sqlite+aiosqlite:///{}/x.db", "sqlite:///{}/x.db", "sqlite+aiosqlite:///:memory:"]
 )
 async def test_url_as_adks_users_write_them_is_understood(tmp_path: Path, template: str) -> None:
     url = template.format(tmp_path)

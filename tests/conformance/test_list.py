@@ -69,9 +69,7 @@ async def test_listing_of_an_empty_database_is_empty(service: BaseSessionService
 
 
 @ordered
-async def test_sessions_are_listed_by_update_time_oldest_first(
-    service: BaseSessionService,
-) -> None:
+async def test_sessions_are_listed_by_update_time_oldest_first(service: BaseSessionService) -> None:
     sessions = {name: await create(service, name) for name in "abcde"}
     for n, name in enumerate("dbeac"):
         await service.append_event(sessions[name], event(timestamp=START + n))
@@ -95,9 +93,7 @@ async def test_sessions_of_one_update_time_are_listed_by_user_then_id(
     assert ids(await listed(service, "é")) == names
 
 
-async def test_listed_sessions_have_merged_state_and_no_events(
-    service: BaseSessionService,
-) -> None:
+async def test_listed_sessions_have_merged_state_and_no_events(service: BaseSessionService) -> None:
     one = await create(service, "one", state={"app:a": 1, "user:u": "mine", "k": "one"})
     await create(service, "two", state={"k": "two"})
     await create(service, "three", user_id="another", state={"user:u": "theirs"})
@@ -115,9 +111,7 @@ async def test_listed_sessions_have_merged_state_and_no_events(
 
 
 @reference_lacks("num_recent_events=0 gives all events")
-async def test_listed_session_equals_one_loaded_without_events(
-    service: BaseSessionService,
-) -> None:
+async def test_listed_session_equals_one_loaded_without_events(service: BaseSessionService) -> None:
     session = await create(service, state={"app:a": 1, "user:u": 2, "k": [3]})
     await service.append_event(session, event("text", timestamp=START + 0.123456))
     (found,) = await listed(service)

@@ -161,9 +161,7 @@ async def test_yielded_events_are_the_stored_ones(service: BaseSessionService) -
 async def test_streamed_fragments_are_not_stored(service: BaseSessionService) -> None:
     session = await create(service)
     streamed = await say(
-        runner_for(service),
-        "hello",
-        run_config=RunConfig.model_validate({"streaming_mode": "sse"}),
+        runner_for(service), "hello", run_config=RunConfig.model_validate({"streaming_mode": "sse"})
     )
     assert [bool(one.partial) for one in streamed] == [True, True, True, False]
     assert texts((await reload(service, session)).events) == ["hello", "heard 1: hello"]
@@ -237,9 +235,7 @@ async def test_rewound_turns_leave_the_state_and_the_agents_memory(
     rewound = await say(runner, "call remember pears")
     await say(runner, "one more")
     await runner.rewind_async(
-        user_id=USER,
-        session_id="session",
-        rewind_before_invocation_id=rewound[0].invocation_id,
+        user_id=USER, session_id="session", rewind_before_invocation_id=rewound[0].invocation_id
     )
     stored = await reload(service, session)
     assert stored.state["last"] == before.state["last"] == "apples"
@@ -289,18 +285,13 @@ async def test_missing_session_is_made_by_the_runner_when_asked(
     service: BaseSessionService,
 ) -> None:
     runner = Runner(
-        app_name=APP,
-        agent=offline_agent(),
-        session_service=service,
-        auto_create_session=True,
+        app_name=APP, agent=offline_agent(), session_service=service, auto_create_session=True
     )
     assert texts(await say(runner, "hello")) == ["heard 1: hello"]
     assert ids(await listed(service)) == ["session"]
 
 
-async def test_conversations_of_many_users_at_once_stay_apart(
-    service: BaseSessionService,
-) -> None:
+async def test_conversations_of_many_users_at_once_stay_apart(service: BaseSessionService) -> None:
     runner = runner_for(service)
 
     async def converse(n: int) -> None:

@@ -356,14 +356,7 @@ class Conversations(RuleBasedStateMachine):
         assert as_text(session) == expected(stored, [])
         return Held(session, stored, 0, merged(stored), [])
 
-    @rule(
-        target=held,
-        which=either,
-        user=users,
-        session_id=session_ids,
-        config=configs,
-        app=apps,
-    )
+    @rule(target=held, which=either, user=users, session_id=session_ids, config=configs, app=apps)
     def get(self, which: int, user: str, session_id: str, config: dict[str, Any], app: str) -> Any:
         named = Session(app_name=app, user_id=user, id=session_id)
         session = self._run(find(self._services[which], named, **config))
@@ -551,18 +544,14 @@ class Conversations(RuleBasedStateMachine):
         self._services[which] = self._open(which)
 
     @rule(
-        command=st.sampled_from([rotate_master, rotate_data]),
-        which=either,
-        held=held,
-        delta=states,
+        command=st.sampled_from([rotate_master, rotate_data]), which=either, held=held, delta=states
     )
     def rotate_while_an_event_is_appended(
         self, command: Callable[..., Awaitable[Any]], which: int, held: Held, delta: dict[str, Any]
     ) -> None:
         done, _ = self._run(
             together(
-                self._maintain(command),
-                self._append(self._services[which], held, delta, LATER),
+                self._maintain(command), self._append(self._services[which], held, delta, LATER)
             )
         )
         assert not done.bad

@@ -84,9 +84,7 @@ async def test_rejected_event_is_accepted_after_a_reload(service: BaseSessionSer
     assert again.state == {"k": 1, "l": 2}
 
 
-async def test_copy_from_creation_is_stale_after_many_appends(
-    service: BaseSessionService,
-) -> None:
+async def test_copy_from_creation_is_stale_after_many_appends(service: BaseSessionService) -> None:
     session = await create(service)
     copies = [session.model_copy(deep=True)]
     for n in range(4):

@@ -22,9 +22,7 @@ from tests.conformance.values import IMPOSSIBLE, OPAQUE, PLAIN, RICH
 
 # To a database, all encrypted states are alike.
 kind = each_kind(
-    "adk",
-    "encrypted-file",
-    soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS],
+    "adk", "encrypted-file", soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS]
 )
 
 coercion = reference_lacks("state is not coerced to JSON")
@@ -126,10 +124,7 @@ async def test_append_of_an_impossible_value_changes_nothing_but_temp_keys(
         )
     assert session.state == {"k": 2, "temp:t": 3}
     assert ids(session.events) == ids(before.events)
-    assert (session.last_update_time, marker(session)) == (
-        before.last_update_time,
-        marker(before),
-    )
+    assert (session.last_update_time, marker(session)) == (before.last_update_time, marker(before))
     assert await find(service, session) == before
     await service.append_event(session, event("after", delta={"k": 4}))
     assert (await reload(service, session)).state == {"k": 4}

@@ -8,10 +8,7 @@ kind = each_kind(
     "encrypted-file",
     some={
         "encrypted-postgresql": ["test_each_user_of_each_app_has_a_state_of_their_own"],
-        "adk": [
-            "test_unknown_users_state_is_empty",
-            "test_user_state_has_keys_without_prefix",
-        ],
+        "adk": ["test_unknown_users_state_is_empty", "test_user_state_has_keys_without_prefix"],
     },
     soak=["encrypted-mariadb", *OTHER_KINDS],
 )
@@ -38,9 +35,7 @@ async def test_unknown_users_state_is_empty(
     assert await service.get_user_state(app_name=app_name, user_id=user_id) == {}
 
 
-async def test_each_user_of_each_app_has_a_state_of_their_own(
-    service: BaseSessionService,
-) -> None:
+async def test_each_user_of_each_app_has_a_state_of_their_own(service: BaseSessionService) -> None:
     places = [(APP, USER), (APP, ""), ("another", USER)]
     for app_name, user_id in places:
         await create(

@@ -31,8 +31,7 @@ SESSIONS = f"/apps/{APP}/users/{USER}/sessions"
 
 
 kind = each_kind(
-    *("adk", "encrypted-file"),
-    soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS],
+    *("adk", "encrypted-file"), soak=["encrypted-postgresql", "encrypted-mariadb", *POOLED_KINDS]
 )
 
 

@@ -365,9 +365,7 @@ async def test_keyring_that_is_known_is_not_made_again(databases: list[InMemory]
     assert other.changes == 0
 
 
-async def test_database_that_was_replaced_by_another_is_rejected(
-    databases: list[InMemory],
-) -> None:
+async def test_database_that_was_replaced_by_another_is_rejected(databases: list[InMemory]) -> None:
     first, other = databases
     known = await open_database(executors(first), backends(), create_tables=True)
     await open_database(executors(other), backends(), create_tables=True)
