@@ -87,7 +87,7 @@ REJECTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "unknown database": (("nosuch://h/d",), "names a database or driver that SQLAlchemy does not"),
     "URI of google-adk's commands": (
         ("encrypted+sqlite:///s.db?key=env:NAME",),
-        r"the database URL encrypted\+sqlite://... is a URI .* the URL without encrypted\+ and op",
+        r"the database URL encrypted\+sqlite://... is for `adk web`: omit encrypted\+ and op",
     ),
     "unknown driver": (("postgresql+nosuch://h/d",), "that SQLAlchemy does not know"),
     "synchronous driver of PostgreSQL": (

@@ -467,7 +467,7 @@ def test_guarded_registry_leaves_what_is_allowed_to_google_adk(registry: Any) ->
         (["."], "plaintext: sessions (no --session_service_uri"),
         (
             [".", "--service_uri", "sqlite:///x.db"],
-            "://...); give --service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., or the URI mem",
+            "://...); give --service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., or mem",
         ),
         ([".", "--service_uri", "memory://", "-v"], "plaintext: logs (--verbose); leave it out"),
         (

@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
-    POSITIVE,
+    NUMBER,
     on_database,
     with_one_app,
     with_speed,
@@ -59,7 +59,7 @@ def init(db: Database) -> None:
 @click.option(
     "--timeout",
     metavar="SECONDS",
-    type=POSITIVE,
+    type=NUMBER,
     default=10.0,
     show_default=True,
     help="Give up after this time.",

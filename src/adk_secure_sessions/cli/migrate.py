@@ -11,7 +11,7 @@ from adk_secure_sessions.backends.registry import NAMES
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, migration
 from adk_secure_sessions.cli.options import (
-    POSITIVE,
+    NUMBER,
     TO,
     age_option,
     on_database,
@@ -104,7 +104,7 @@ def migrate() -> None:
 )
 @click.option(
     "--events-per-second",
-    type=POSITIVE,
+    type=NUMBER,
     help="Copy at most this many events per second.",
 )
 @age_option("--expires-after", "How long after its last update a copied session expires.")

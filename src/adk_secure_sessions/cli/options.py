@@ -29,11 +29,11 @@ def with_all(*decorators: Decorator) -> Decorator:
     )
 
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
-POSITIVE.name = "number"  # for the help and error texts
+NUMBER = click.FloatRange(min=0, min_open=True)
+NUMBER.name = "number"  # for the help and error texts
 with_speed: Decorator = click.option(
     "--rows-per-second",
-    type=POSITIVE,
+    type=NUMBER,
     help="Process at most this many rows per second.",
 )
 with_dry_run: Decorator = click.option(

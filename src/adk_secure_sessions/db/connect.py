@@ -157,10 +157,7 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
     except sa.exc.NoSuchModuleError:
         problem = "names a database or driver that SQLAlchemy does not know"
         if backend == "encrypted":
-            problem = (
-                "is a URI for google-adk's commands: give the URL without encrypted+ and options, "
-                "and the key as `backend` (--key)"
-            )
+            problem = "is for `adk web`: omit encrypted+ and options, and give `backend` (--key)"
     except (sa.exc.InvalidRequestError, ImportError) as error:
         if known is None:
             problem = "names a driver that is synchronous, or not installed"

@@ -88,8 +88,7 @@ def refusal(found: Mapping[str, str]) -> str:
     """Return the text of an error for *found*, elements of `KINDS` with the cause."""
     text = ", ".join(f"{kind} ({where})" for kind, where in found.items())
     uri = (
-        "--service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., "
-        "or the URI memory:// to store nothing, or "
+        "--service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., or memory:// to store nothing, or "
     )
     # Without a URI, google-adk would store sessions in `.adk`, so leaving out does not help.
     leave = "" if found.keys() <= set(SERVICES) else "leave it out, or "

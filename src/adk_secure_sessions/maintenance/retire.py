@@ -172,10 +172,7 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
             if isinstance(error, DecryptionError) and error.reason is Reason.UNKNOWN_BACKEND:
                 raise error.located(sessions.name, session.id)  # the operator only has to list it
             if isinstance(error, Exception):
-                detail = (
-                    "it cannot be decrypted, and may need any key: run `verify`, which names all "
-                    "such rows with the cause"
-                )
+                detail = "it cannot be decrypted, and may need any key: run `verify` for the cause"
                 raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
         await limit.advance(len(page))
 
