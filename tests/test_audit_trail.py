@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing, nullcontext
+from contextvars import Context
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -65,6 +66,7 @@ from adk_secure_sessions.migration import (
     PlaintextFallbackService,
     migrate,
 )
+from adk_secure_sessions.storage.features import audit_trail as feature
 from tests.cli.support import run
 from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
@@ -146,6 +148,25 @@ def heads(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 async def service(url: sa.URL) -> AsyncIterator[EncryptedSessionService]:
     async with service_of(url) as service:
         yield service
+
+
+async def test_timer_of_the_heads_does_not_keep_the_actor_of_a_call(url: sa.URL) -> None:
+    contexts: list[Context | None] = []
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def noting(delay: float, call: Any, *args: Any, context: Context | None = None) -> Any:
+        if call is feature._call_if_alive:
+            contexts.append(context)
+        return call_later(delay, call, *args, context=context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_later", noting)
+        async with service_of(url) as service:
+            await service.create_session(app_name="a", user_id="u")
+    (context,) = contexts
+    assert context is not None
+    assert list(context) == []
 
 
 @on_servers

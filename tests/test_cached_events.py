@@ -364,3 +364,12 @@ async def test_cancelled_read_shows_no_cached_event_to_error_reporters(tmp_path:
         with pytest.raises(asyncio.CancelledError) as cancelled:
             await reading
         assert TEXT not in locals_of(cancelled.value)
+
+
+async def test_negative_number_of_events_is_an_error(tmp_path: Path) -> None:
+    """google-adk 1.28 has no check of its own."""
+    negative = GetSessionConfig.model_construct(num_recent_events=-1)
+    async with service_on(tmp_path) as service:
+        await service.create_session(**WHO)
+        with pytest.raises(ValueError, match="num_recent_events must be 0 or more"):
+            await service.get_session(**WHO, config=negative)

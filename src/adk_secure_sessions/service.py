@@ -312,10 +312,12 @@ class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
             DecryptionError: A row of the session was tampered with or removed.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: An id is not a string or is too long.
+            ValueError: An id is not a string or is too long, or `num_recent_events` is negative.
         """
         check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
+        if limit is not None and limit < 0:  # google-adk 1.28 accepts it
+            raise ValueError("num_recent_events must be 0 or more")
         after = config.after_timestamp if config else None
         if limit == 0 or not after:
             # With limit 0, no events are read, so there is nothing to filter.  As in ADK, an

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import click
 
@@ -65,6 +64,8 @@ def artifacts(
 
     with opened(db, resume_hint=None if action == "compare" else AGAIN) as call:
         if source.startswith("file:///"):  # as google-adk's --artifact_service_uri
+            from urllib.request import url2pathname  # this module imports 20 others
+
             source = url2pathname(urlsplit(source).path)
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
         origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)

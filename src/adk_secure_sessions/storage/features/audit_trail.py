@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -278,7 +279,9 @@ class AuditTrail(KeyMaterial):
         if due is None and chain.head.records > chain.logged:
             self._heads_due = now + _HEAD_SECONDS
             loop = asyncio.get_running_loop()
-            loop.call_later(_HEAD_SECONDS, _call_if_alive, WeakMethod(self.log_heads))
+            # Not in the context of this call, whose actor is not that of the other chains.
+            heads, context = WeakMethod(self.log_heads), Context()
+            loop.call_later(_HEAD_SECONDS, _call_if_alive, heads, context=context)
         elif due is not None and now >= due:  # the event loop of the timer has ended
             self.log_heads()
 
