@@ -717,10 +717,9 @@ async def append_event_to_latest(
     Use it only for an event that does not depend on the events before it.  If its content or its
     state delta was computed from the old session, a stale session must stay an error.
 
-    No lock is held.  After a `StaleSessionError` or an error with `retryable`, the session is
-    loaded again, with all its events.  If it contains an event with the id of *event*, an attempt
-    whose answer was lost has stored it.  Therefore, you may repeat a call that failed or was
-    cancelled: with the same *session*, or with one that was loaded with all events.
+    After a `StaleSessionError` or an error with `retryable`, the whole session is loaded again.  If
+    it contains the id of *event*, an attempt whose answer was lost has stored it.  So you may
+    repeat a call that failed or was cancelled, with the same or a whole new *session*.
 
     Args:
         service: A service of this package.
