@@ -33,6 +33,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.backends import THIRD_PARTY_IDS
 from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.formats.records import BACKEND_NAMES
 
 KEY = bytes(range(32))
 DATA_KEY = bytes(range(32, 64))
@@ -48,6 +49,11 @@ SEALING: dict[str, EncryptionBackend] = {"aesgcm": AesGcmBackend(KEY), "fernet":
 SHIPPED: dict[str, EncryptionBackend] = {**SEALING, "noop": no_op()}
 
 sealing = pytest.mark.parametrize("backend", SEALING.values(), ids=SEALING)
+
+
+def test_names_by_id_are_those_of_the_classes() -> None:
+    assert {one.backend_id: name for name, one in SHIPPED.items()} == BACKEND_NAMES
+    assert all(one.name == name for name, one in SHIPPED.items())
 shipped = pytest.mark.parametrize("backend", SHIPPED.values(), ids=SHIPPED)
 
 

@@ -12,16 +12,15 @@ from typing import Any, BinaryIO
 
 import click
 
-from adk_secure_sessions.backends import AesGcmBackend, FernetBackend, NoOpBackend
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import maintenance
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.records import BACKEND_NAMES
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.results import counted as counted
 
 # The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
 _LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
-_NAMES = {kind.backend_id: kind.name for kind in (AesGcmBackend, FernetBackend, NoOpBackend)}
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
@@ -33,7 +32,7 @@ def backend_name(backend_id: int | None) -> str:
     """
     if backend_id is None:
         return "no record"
-    return _NAMES.get(backend_id, f"backend {backend_id}")
+    return BACKEND_NAMES.get(backend_id, f"backend {backend_id}")
 
 
 def to_json_value(value: Any, name: str = "") -> Any:

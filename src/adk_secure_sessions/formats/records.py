@@ -40,6 +40,7 @@ _PREFIX = MAGIC + bytes([VERSION])
 _HEADER = Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
 NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain plaintext
+BACKEND_NAMES = {1: "aesgcm", 2: "fernet", NOOP_BACKEND_ID: "noop"}  # of this package, by id
 _LENGTH = Struct(">I")
 # The second half of a context, by the number of integers: their length in bytes, then the integers.
 _NUMBERS = [Struct(f">I{count}q") for count in range(8)]

@@ -490,7 +490,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
 def _not_listed(backend_id: int) -> DecryptionError:
     if backend_id == records.NOOP_BACKEND_ID:
         return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
-    name = {1: "aesgcm", 2: "fernet"}.get(backend_id, backend_id)
+    name = records.BACKEND_NAMES.get(backend_id, backend_id)
     return UnknownKeyError(
         f"encrypted by backend {name}, which is not listed: list it in additional_backends "
         "(--also-backend or --from-backend)",
