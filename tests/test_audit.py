@@ -158,23 +158,16 @@ async def test_data_key_that_a_cancelled_call_stored_in_a_key_database_is_record
     assert stored
 
 
-async def test_data_keys_of_a_write_whose_answer_was_lost_are_recorded_once(
-    log: Log, url: str
+@pytest.mark.parametrize("stored", [True, False])
+async def test_data_keys_of_a_write_that_was_repeated_are_recorded_once(
+    log: Log, url: str, stored: bool
 ) -> None:
     service, faults = with_faults(lambda: service_of(url))
     async with service:
-        faults.data.after(Point.WRITE, lost())
-        await service.create_session(**IDS)
-    kinds = [entry["kind"] for entry in log.records("key.created")]
-    assert kinds[2:] == ["data key", "data key"]
-
-
-async def test_data_keys_of_a_write_that_was_not_stored_are_not_recorded(
-    log: Log, url: str
-) -> None:
-    service, faults = with_faults(lambda: service_of(url))
-    async with service:
-        faults.data.before(Point.APPLY, lost())
+        if stored:
+            faults.data.after(Point.WRITE, lost())
+        else:
+            faults.data.before(Point.APPLY, lost())
         await service.create_session(**IDS)
     kinds = [entry["kind"] for entry in log.records("key.created")]
     assert kinds[2:] == ["data key", "data key"]

@@ -54,6 +54,8 @@ sealing = pytest.mark.parametrize("backend", SEALING.values(), ids=SEALING)
 def test_names_by_id_are_those_of_the_classes() -> None:
     assert {one.backend_id: name for name, one in SHIPPED.items()} == BACKEND_NAMES
     assert all(one.name == name for name, one in SHIPPED.items())
+
+
 shipped = pytest.mark.parametrize("backend", SHIPPED.values(), ids=SHIPPED)
 
 

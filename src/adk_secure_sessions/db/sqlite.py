@@ -369,6 +369,12 @@ class Job:
         self.value = None
         self.error = translated(error) if isinstance(error, Exception) else error
 
+    def wake(self, call_soon: Callable[..., object]) -> None:
+        """Wake the task, if it awaits the job already."""
+        if self.wakes is not None:
+            wake, context = self.wakes
+            call_soon(wake, self, context=context)
+
     def __await__(self) -> Generator["Job", None, Any]:
         """Wait for the job and return its result, or raise its error."""
         if not self.has_ended:
@@ -395,7 +401,7 @@ class Job:
             self.is_abandoned = self.reads
             return False
         self.error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
-        _wake([self])
+        self.wake(self.loop.call_soon)
         return True
 
 
@@ -634,8 +640,7 @@ def _deliver(jobs: list[Job]) -> None:
     for loop, ended in by_loop.items():
         try:
             if len(ended) == 1 and ended[0].wakes is not None:
-                wake, context = ended[0].wakes
-                loop.call_soon_threadsafe(wake, ended[0], context=context)
+                ended[0].wake(loop.call_soon_threadsafe)
             else:  # or the task does not await the job yet
                 loop.call_soon_threadsafe(_wake, ended)
         except RuntimeError:  # the loop is closed, so no caller is waiting
@@ -644,9 +649,7 @@ def _deliver(jobs: list[Job]) -> None:
 
 def _wake(jobs: list[Job]) -> None:
     for job in jobs:
-        if job.wakes is not None:
-            wake, context = job.wakes
-            job.loop.call_soon(wake, job, context=context)
+        job.wake(job.loop.call_soon)
 
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
