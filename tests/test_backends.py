@@ -183,7 +183,7 @@ def test_backend_shows_no_key_and_cannot_be_copied(backend: EncryptionBackend) -
     assert KEY.hex() not in shown
     assert repr(KEY) not in shown
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="key material"):
+        with pytest.raises(TypeError, match="holds secrets"):
             attempt(backend)
 
 

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 
 # Lowest first.  A module imports from its own layer or from those below it.
 LAYERS = (
-    {"errors", "concurrency", "caches", "results", "tracebacks"},
+    {"errors", "concurrency", "caches", "results", "hiding"},
     {"telemetry"},
     {"audit"},
     {"crypto"},

@@ -26,9 +26,9 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, T
 
 from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
+from adk_secure_sessions.hiding import hides_locals, hiding_wrapper
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.telemetry import call_measured, count_rejected
-from adk_secure_sessions.tracebacks import hides_locals, hiding_wrapper
 
 if sys.platform != "win32":
     import pwd

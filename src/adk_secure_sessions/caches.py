@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.hiding import hides_locals
 
 K = TypeVar("K")
 V = TypeVar("V")

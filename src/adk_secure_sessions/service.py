@@ -21,7 +21,6 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats import events, json_text
@@ -29,6 +28,7 @@ from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import APP_PREFIX, USER_PREFIX, encode_state, load_state
 from adk_secure_sessions.formats.records import Packing, encode_text
 from adk_secure_sessions.formats.times import lifetime_of
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.listings import (
     EventPage,
     SessionPage,
@@ -56,7 +56,6 @@ from adk_secure_sessions.storage.schema import (
 )
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
-from adk_secure_sessions.tracebacks import hides_locals
 
 try:
     from google.adk.errors import StaleSessionError as StaleSessionError
@@ -80,7 +79,7 @@ STALE = (
 
 
 @hides_locals
-class EncryptedSessionService(KeyMaterial, ClosedByWith, BaseSessionService):
+class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     """A drop-in replacement for ADK's `DatabaseSessionService` that encrypts what it stores.
 
     States, events and the ids of users and sessions are encrypted.  App names and times are stored

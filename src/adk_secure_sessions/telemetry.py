@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.tracebacks import hiding_wrapper
+from adk_secure_sessions.hiding import hiding_wrapper
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Counter, Histogram

@@ -39,11 +39,10 @@ from adk_secure_sessions import (
     maintenance,
     migration,
 )
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.crypto.package_1x import Package1xKeys
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals, is_hidden
 from adk_secure_sessions.maintenance import Database, rotate_master, verify
 from adk_secure_sessions.results import Result
-from adk_secure_sessions.tracebacks import hides_locals, is_hidden
 from tests.attacks.needles import COPIES, locals_of
 from tests.pages import public_names
 
@@ -157,7 +156,7 @@ async def shown_by_call(call: Callable[[], Any]) -> str:
                 result = await result
     except BaseException as error:
         return shown_by(error)
-    return repr(result) if isinstance(result, KeyMaterial) else ""
+    return repr(result) if isinstance(result, HoldsSecrets) else ""
 
 
 def shown_by(error: BaseException) -> str:
@@ -234,7 +233,7 @@ def assert_kept(one: object) -> None:
             take(one)
         except TypeError as error:
             text = str(error)
-        assert "key material" in text, f"{type(one)} by {how}"
+        assert "holds secrets" in text, f"{type(one)} by {how}"
 
 
 async def test_object_that_holds_a_key_is_neither_pickled_nor_copied_nor_shown(

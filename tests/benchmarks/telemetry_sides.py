@@ -19,7 +19,7 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricR
 from opentelemetry.sdk.trace import TracerProvider
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.hiding import hides_locals
 from tests.benchmarks import plan
 from tests.benchmarks.harness import WARM_UPS, Operation, Timings, interleave
 from tests.benchmarks.workload import APP, event, state

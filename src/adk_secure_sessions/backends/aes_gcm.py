@@ -3,15 +3,14 @@
 import secrets
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
-from adk_secure_sessions.tracebacks import hides_locals
 
 
 @hides_locals
-class AesGcmBackend(KeyMaterial):
+class AesGcmBackend(HoldsSecrets):
     """Encrypts with AES-256-GCM (NIST SP 800-38D) and random 96-bit nonces.
 
     Args:

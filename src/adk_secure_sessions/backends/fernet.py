@@ -17,12 +17,11 @@ from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from cryptography.hazmat.primitives.padding import PKCS7
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.records import Cipher
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.providers import KeyProvider
 from adk_secure_sessions.keys.specs import root_key
-from adk_secure_sessions.tracebacks import hides_locals
 
 _KEY_LENGTH = 32
 _VERSION = b"\x80"
@@ -31,7 +30,7 @@ _START = 1 + 8 + _BLOCK  # where the ciphertext begins: after version, time and 
 _MAC_LENGTH = 32
 
 
-class FernetCipher(KeyMaterial):
+class FernetCipher(HoldsSecrets):
     """Encrypts and decrypts Fernet tokens with one data key.
 
     Tokens are stored as bytes, not as base64 text.  Several base64 texts decode to the same bytes,
@@ -95,7 +94,7 @@ def split_key(key: bytes) -> tuple[HMAC, AES]:
 
 
 @hides_locals
-class FernetBackend(KeyMaterial):
+class FernetBackend(HoldsSecrets):
     """Encrypts with Fernet: AES-128-CBC, authenticated with HMAC-SHA-256.
 
     Args:

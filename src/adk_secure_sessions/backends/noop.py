@@ -4,8 +4,8 @@ import warnings
 
 from adk_secure_sessions.errors import PlaintextRefusedError, Reason
 from adk_secure_sessions.formats.records import NOOP_BACKEND_ID, Cipher
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
-from adk_secure_sessions.tracebacks import hides_locals
 
 _PLAINTEXT_WRAP = b"\x00"
 

@@ -1,1 +1,1 @@
-"""AES-256-GCM from the `cryptography` library, and the base class of objects that contain keys."""
+"""AES-256-GCM from the `cryptography` library, and the ciphers of adk-secure-sessions 1.x."""

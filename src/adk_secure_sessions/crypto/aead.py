@@ -8,14 +8,14 @@ import os
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import TamperedError
+from adk_secure_sessions.hiding import HoldsSecrets
 
 KEY_LENGTH = 32
 NONCE_LENGTH = 12
 
 
-class Aes256Gcm(KeyMaterial):
+class Aes256Gcm(HoldsSecrets):
     """AES-256-GCM with one 32-byte key.
 
     One key may encrypt at most 2^32 records, because the nonces are random (docs/format.md,

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
     DecryptionError,
@@ -31,7 +30,7 @@ from adk_secure_sessions.errors import (
     TamperedError,
     UnknownKeyError,
 )
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 
 _VERSION = b"\x01"
 _FERNET, _AES_256_GCM = 1, 2  # the backend ids
@@ -83,7 +82,7 @@ def parse_envelope(stored: object) -> tuple[bytes, bool]:
 
 
 @hides_locals
-class Package1xKeys(KeyMaterial):
+class Package1xKeys(HoldsSecrets):
     """The keys of an application that used adk-secure-sessions 1.x.
 
     *keys* are those that the application gave to `FernetBackend` (a Fernet key or a passphrase) or

@@ -15,8 +15,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.hiding import HoldsSecrets
 
 Bytes = bytes | bytearray | memoryview
 
@@ -37,7 +37,7 @@ def encrypted_size(size: int) -> int:
     return len(HEADER) + size + TAG_LENGTH * chunk_count(size)
 
 
-class BlobEncryptor(KeyMaterial):
+class BlobEncryptor(HoldsSecrets):
     """Encrypts *plaintext* with a new random key, which the caller stores in the record that names
     the blob.
 
@@ -65,7 +65,7 @@ class BlobEncryptor(KeyMaterial):
         yield cipher.encrypt(_nonce(number, True), chunk, HEADER)
 
 
-class BlobDecryptor(KeyMaterial):
+class BlobDecryptor(HoldsSecrets):
     """Decrypts one blob, or the part of one blob that contains a range of the plaintext.
 
     Pass the bytes *first* to *end* - 1 of the blob to `decrypt`.

@@ -32,7 +32,7 @@ from adk_secure_sessions.errors import (
     SecureSessionError,
     TamperedError,
 )
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.hiding import hides_locals
 
 MAGIC = b"AKS"
 VERSION = 2

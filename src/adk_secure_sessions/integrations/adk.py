@@ -28,8 +28,8 @@ from adk_secure_sessions.concurrency import ThreadLock, context_value
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.service import EncryptedSessionService
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from google.adk.artifacts import BaseArtifactService

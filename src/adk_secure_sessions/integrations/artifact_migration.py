@@ -20,6 +20,7 @@ from adk_secure_sessions.errors import (
     SecureSessionError,
 )
 from adk_secure_sessions.formats.events import encode_item
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
     SourceArtifact,
@@ -38,7 +39,6 @@ from adk_secure_sessions.migration.source_walk import Finding, Findings, Fingerp
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.collections import Collection, Collections
-from adk_secure_sessions.tracebacks import hides_locals
 
 # The maximum number of artifacts that are copied or compared at the same time, and of bytes of
 # memory that they take.  A larger artifact takes _LARGEST bytes, because its content is a stream.

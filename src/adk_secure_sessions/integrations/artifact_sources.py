@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import JsonObject
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.hiding import hides_locals
 
 if TYPE_CHECKING:
     from google.adk.artifacts.base_artifact_service import ArtifactVersion, BaseArtifactService

@@ -15,21 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.blob_store import BLOB_ID, Blob
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import events
-from adk_secure_sessions.tracebacks import hides_locals
 
 _KIND = "artifact"  # the first part of the names of our collections
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Version(KeyMaterial):
+class Version(HoldsSecrets):
     """One version of an artifact, without its content."""
 
     number: int  # 0 for the first version

@@ -17,13 +17,13 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import SecurityCall, Trail, accessed
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import dumped, encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
     collection_name,
@@ -36,7 +36,6 @@ from adk_secure_sessions.integrations.blob_store import Blob
 from adk_secure_sessions.integrations.object_store import AnyStore, as_artifact_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage.features.collections import Collection
-from adk_secure_sessions.tracebacks import hides_locals
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, 
 
 
 @hides_locals
-class ArtifactStream(KeyMaterial):
+class ArtifactStream(HoldsSecrets):
     """The content of one version of an artifact, as an asynchronous iterator of bytes.
 
     Attributes:
@@ -71,7 +70,7 @@ class ArtifactStream(KeyMaterial):
 
 
 @hides_locals
-class EncryptedArtifactService(KeyMaterial, BaseArtifactService):
+class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
     """Stores artifacts encrypted: names, types and metadata as rows, contents as blobs.
 
     The rows are encrypted with the user's data key, and contain the keys of the blobs.  Therefore,

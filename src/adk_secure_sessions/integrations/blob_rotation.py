@@ -13,6 +13,7 @@ case, no row names the other blob, and `purge blobs` marks it.
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, TamperedError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.integrations.artifact_blobs import (
     artifacts_of,
     blobs_of_database,
@@ -33,7 +34,6 @@ from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events
-from adk_secure_sessions.tracebacks import hides_locals
 
 
 @command

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adk_secure_sessions.concurrency import at_once, wait_ignoring_cancel
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import (
     BlobDecryptor,
@@ -24,6 +23,7 @@ from adk_secure_sessions.formats.blobs import (
     encrypted_size,
     regrouped,
 )
+from adk_secure_sessions.hiding import HoldsSecrets
 
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 # The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
@@ -35,7 +35,7 @@ _CLEANUP_SECONDS = 20.0  # limit for the two steps after a failed upload: wait, 
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Blob(KeyMaterial):
+class Blob(HoldsSecrets):
     """The blob that stores the content of a version, and the key of the blob."""
 
     prefix: str  # the id of the database that wrote the blob, in hex

@@ -23,7 +23,6 @@ from google.genai import types
 from adk_secure_sessions.audit import accessed
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.concurrency import LoopLocks
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
@@ -41,12 +40,12 @@ from adk_secure_sessions.formats.memory_items import (
     parse_item,
     session_scope,
 )
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.memory_index import Entry, NewItem, UserMemory, paced
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import SessionVersion, events
-from adk_secure_sessions.tracebacks import hides_locals
 
 _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
@@ -99,7 +98,7 @@ _Planned: TypeAlias = tuple[MemoryItem, bool]
 
 
 @hides_locals
-class EncryptedMemoryService(KeyMaterial, BaseMemoryService):
+class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
     """A memory service that stores memories in the sessions' database, encrypted with data keys.
 
     `search_memory` returns the same memories as the `InMemoryMemoryService` of google-adk 2.13.

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, TamperedError
 from adk_secure_sessions.formats.blobs import check_size
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory, make_directory
 from adk_secure_sessions.integrations.blob_store import (
     DELETED,
@@ -28,7 +28,6 @@ from adk_secure_sessions.integrations.blob_store import (
     missing_blob,
 )
 from adk_secure_sessions.keys.remote import check_transport, require
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -50,7 +49,7 @@ _STATUS = re.compile(r"status code: ([0-9]{3})")
 
 
 @hides_locals
-class ArtifactStore(KeyMaterial):
+class ArtifactStore(HoldsSecrets):
     """The place of the contents of artifacts, with the options to open it.
 
     Args:

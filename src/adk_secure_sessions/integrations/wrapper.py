@@ -35,7 +35,6 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -55,6 +54,7 @@ from adk_secure_sessions.formats.json_text import (
     load_state,
 )
 from adk_secure_sessions.formats.records import Packing
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.service import (
@@ -71,7 +71,6 @@ from adk_secure_sessions.storage.schema import Identity
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
-from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
@@ -90,7 +89,7 @@ _ROUNDING = 0.001
 
 
 @hides_locals
-class EncryptedSessionWrapper(KeyMaterial, ClosedByWith, BaseSessionService):
+class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     """Encrypts sessions before another session service of ADK stores them.
 
     State values, and the contents, actions and metadata of events, are encrypted.  App names, user

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
     TIMEOUT,
@@ -23,7 +24,6 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError

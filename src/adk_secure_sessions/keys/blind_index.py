@@ -9,13 +9,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.aead import Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.formats.records import context
+from adk_secure_sessions.hiding import HoldsSecrets
 
 TAG_LENGTH = 16
 
 
-class BlindIndex(KeyMaterial):
+class BlindIndex(HoldsSecrets):
     """Computes tags: HMAC-SHA-256 with the index master as the key, truncated to 16 bytes."""
 
     def __init__(self, key: bytes) -> None:

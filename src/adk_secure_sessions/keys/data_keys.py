@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.caches import Lru
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
     DecryptionError,
@@ -32,6 +31,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher, Packing
+from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
 from adk_secure_sessions.keys.providers import KeyProvider
 
@@ -92,7 +92,7 @@ class DataKeyRow(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class DataKey(KeyMaterial):
+class DataKey(HoldsSecrets):
     """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
     id: int
@@ -112,7 +112,7 @@ class StaleKeyring(Exception):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class OwnerKeys(KeyMaterial):
+class OwnerKeys(HoldsSecrets):
     """All known data keys of one owner."""
 
     by_id: Mapping[int, DataKey | None]  # None for a key whose backend this process was not given
@@ -120,7 +120,7 @@ class OwnerKeys(KeyMaterial):
     newest_generation: int  # also of keys whose backend was not given; -1 if there is no key
 
 
-class KeyCache(KeyMaterial):
+class KeyCache(HoldsSecrets):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
     def __init__(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     DecryptionError,
     KeyServiceError,
@@ -26,9 +25,9 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import context
+from adk_secure_sessions.hiding import HoldsSecrets, without_frames
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.providers import KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
-from adk_secure_sessions.tracebacks import without_frames
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def new_key_id() -> int:
     return secrets.randbits(63)
 
 
-class UnwrappedMaster(KeyMaterial):
+class UnwrappedMaster(HoldsSecrets):
     """An unwrapped master key.  Comparing two master keys takes constant time.
 
     Only this module reads the bytes of the key.  The functions of this module do not store these
@@ -120,7 +119,7 @@ class Separation(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Keyring(KeyMaterial):
+class Keyring(HoldsSecrets):
     """The unwrapped master keys of one database.
 
     A row of `secure_keyring` is *pending* if its key service failed.  The keyring is then used

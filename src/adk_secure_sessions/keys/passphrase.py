@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.providers import check_key_id
-from adk_secure_sessions.tracebacks import hides_locals
 
 PASSPHRASE_WRAP = b"\x02"
 _SALT_LENGTH = 16
@@ -30,7 +29,7 @@ _one_at_a_time = ThreadLock()
 
 
 @hides_locals
-class PassphraseKey(KeyMaterial):
+class PassphraseKey(HoldsSecrets):
     """A root key that Argon2id derives from a passphrase.
 
     The salt and the cost of the derivation are stored with each wrapped key.

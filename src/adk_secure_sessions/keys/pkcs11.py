@@ -13,9 +13,9 @@ from typing import Any
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
-from adk_secure_sessions.tracebacks import hides_locals
 
 _KEY_BITS = 256
 _NONCE_LENGTH, _TAG_BITS = 12, 128

@@ -18,9 +18,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.tracebacks import hides_locals
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 
 RAW_KEY_WRAP = b"\x01"
 KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
@@ -117,7 +116,7 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
 
 
 @hides_locals
-class StaticKey(KeyMaterial):
+class StaticKey(HoldsSecrets):
     """A root key in the memory of this process.
 
     `key_id` is the text `key:`, followed by 16 hexadecimal digits that are derived from the root

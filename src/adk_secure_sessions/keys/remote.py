@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.concurrency import context_value
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.errors import (
     ConfigurationError,
     KeyServiceError,
@@ -25,8 +24,8 @@ from adk_secure_sessions.errors import (
     TamperedError,
     install_command,
 )
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.providers import check_key_id
-from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 
@@ -66,7 +65,7 @@ def _log_filter(record: logging.LogRecord) -> bool:
 
 
 @hides_locals
-class RemoteKey(KeyMaterial):
+class RemoteKey(HoldsSecrets):
     """A root key in a key service, which encrypts and decrypts with this key on request.
 
     No connection stays open between two calls, so an object can be used in several event loops and

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.aws import AwsKmsKey
 from adk_secure_sessions.keys.gcp import GcpKmsKey
 from adk_secure_sessions.keys.passphrase import PassphraseKey
@@ -19,7 +20,6 @@ from adk_secure_sessions.keys.providers import (
     read_environment,
 )
 from adk_secure_sessions.keys.vault import VaultKey
-from adk_secure_sessions.tracebacks import hides_locals
 
 _SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
     "env": EnvironmentKey,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import check_text, read_environment
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
@@ -26,7 +27,6 @@ from adk_secure_sessions.keys.remote import (
     is_plain_http,
     require,
 )
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     import httpx

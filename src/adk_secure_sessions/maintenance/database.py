@@ -11,12 +11,12 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
@@ -32,7 +32,6 @@ from adk_secure_sessions.storage.schema import (
 )
 from adk_secure_sessions.storage.survey import FeatureName, Survey, survey_database
 from adk_secure_sessions.storage.unit_of_work import UnitOfWork
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
@@ -88,7 +87,7 @@ def _server(url: sa.URL) -> str:
 
 
 @hides_locals
-class Database(KeyMaterial, ClosedByWith):
+class Database(HoldsSecrets, ClosedByWith):
     """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
     Services may keep reading and writing the database.  Only `init` creates tables.

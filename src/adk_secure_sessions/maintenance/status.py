@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.blind_index import BlindIndex
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import (
@@ -35,7 +36,6 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName, Survey
-from adk_secure_sessions.tracebacks import hides_locals
 
 
 class MasterKey(NamedTuple):

@@ -23,6 +23,7 @@ from adk_secure_sessions.db.protocol import Executor, repeated
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
 from adk_secure_sessions.migration.adk_rows import Row, check_names, time_of
 from adk_secure_sessions.migration.adk_sql import (
@@ -45,7 +46,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.pages import grouped
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second

@@ -30,6 +30,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError, Decryp
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.times import datetime_of
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
 from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
@@ -42,7 +43,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 MISSING = "the target does not have it"

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_event
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.counts import number_of, plausible
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
@@ -45,7 +46,6 @@ from adk_secure_sessions.storage.schema import (
     snapshots,
     users,
 )
-from adk_secure_sessions.tracebacks import hides_locals
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.

@@ -34,6 +34,7 @@ from adk_secure_sessions.db.connect import check_read_timeout
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.package_1x import Package1x
@@ -47,7 +48,6 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
-from adk_secure_sessions.tracebacks import hides_locals
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.backends.registry import DEFAULT, NO_OP, backends_for
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration.adk_sql import (
@@ -22,7 +23,6 @@ from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
-from adk_secure_sessions.tracebacks import hides_locals
 
 _AES_KEY_LENGTH = 32
 _MIXED = (

@@ -16,6 +16,7 @@ from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX, JsonObject
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables, readable
@@ -26,7 +27,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.tracebacks import hides_locals
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second

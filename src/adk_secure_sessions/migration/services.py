@@ -12,6 +12,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import LIMITS, check_names, encoded
 from adk_secure_sessions.migration.adk_tables import readable
 from adk_secure_sessions.migration.sources import (
@@ -24,7 +25,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.tracebacks import hides_locals
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
 _BATCH = 32  # the number of sessions, or of users, in one batch; their contents are not read

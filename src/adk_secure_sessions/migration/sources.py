@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.tracebacks import hides_locals
 
 # The ids of an app, a user or a session: an app name; and a user id; and a session id.
 Ids = tuple[str, ...]

@@ -27,7 +27,6 @@ from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.caches import Caches, Lru
 from adk_secure_sessions.concurrency import LoopLocks
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -43,6 +42,7 @@ from adk_secure_sessions.db.protocol import (
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
 from adk_secure_sessions.formats.records import Packing
+from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.clusters import claim_keyring
@@ -102,7 +102,7 @@ def size_of_event(plaintext: bytes) -> int:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class History(KeyMaterial):
+class History(HoldsSecrets):
     """The first events of a session, which the links prove; it is never changed.
 
     All readers get the same event objects: copies would take most of the time that the cache saves.

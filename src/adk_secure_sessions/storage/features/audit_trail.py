@@ -25,7 +25,6 @@ from sqlalchemy import insert
 
 from adk_secure_sessions import audit
 from adk_secure_sessions.audit import AuditEntry
-from adk_secure_sessions.crypto.key_material import KeyMaterial
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -42,6 +41,7 @@ from adk_secure_sessions.formats.audit_records import (
     record_context,
     seal_record,
 )
+from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.schema import audit_records
@@ -71,7 +71,7 @@ class Head(NamedTuple):
     link: bytes
 
 
-class _Chain(KeyMaterial):
+class _Chain(HoldsSecrets):
     """A chain of this process; *logged* is its number of records when its head was logged."""
 
     def __init__(self, keyring: Keyring) -> None:
@@ -149,7 +149,7 @@ class _Draft:
         return changes
 
 
-class AuditTrail(KeyMaterial):
+class AuditTrail(HoldsSecrets):
     """Stores audit records in the table `secure_audit`; see the module.
 
     Several event loops and threads may use an object at the same time.  If *warns* is True, a

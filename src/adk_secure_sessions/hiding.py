@@ -1,11 +1,11 @@
-"""Removing keys and plaintext from errors: from their tracebacks, causes and contexts."""
+"""Keep keys and plaintext out of pickles and `repr`, and out of the tracebacks of errors."""
 
 import inspect
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Never, ParamSpec, TypeVar, cast
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -13,6 +13,21 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 _LINES = "Lines of code, without their local variables, which may contain plaintext:"
+
+
+class HoldsSecrets:
+    """Base class of objects that contain keys or plaintext.
+
+    They cannot be pickled or copied, and their `repr` shows only the class.
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise TypeError(f"{type(self).__name__} holds secrets and cannot be pickled or copied")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
 
 
 def without_frames(error: E) -> E:

@@ -1,7 +1,9 @@
-"""The tracebacks of errors contain no frame whose local variables hold a key or plaintext."""
+"""Keys and plaintext are not in tracebacks of errors, and not in a pickle, a copy or a `repr`."""
 
 import asyncio
+import copy
 import inspect
+import pickle
 import re
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +14,7 @@ import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 
 from adk_secure_sessions import SecureSessionError
-from adk_secure_sessions.tracebacks import hides_locals, without_frames
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals, without_frames
 
 KEY = b"needle"
 
@@ -216,3 +218,22 @@ async def test_error_names_its_lines_and_shows_no_locals(
         )
     else:
         assert notes == []
+
+
+class Held(HoldsSecrets):
+    __slots__ = ("key",)
+
+    def __init__(self) -> None:
+        self.key = KEY
+
+
+@pytest.mark.parametrize(
+    "take", [pickle.dumps, copy.copy, copy.deepcopy, lambda held: pickle.dumps(held, 0)]
+)
+def test_object_with_a_key_is_neither_pickled_nor_copied(take: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match="Held holds secrets"):
+        take(Held())
+
+
+def test_object_with_a_key_shows_its_class_alone() -> None:
+    assert repr(Held()) == str(Held()) == "<Held>"
