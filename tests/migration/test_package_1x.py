@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
@@ -28,7 +29,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.events import decode, microseconds
-from adk_secure_sessions.migration import adk_sql, open_source
+from adk_secure_sessions.migration import adk_rows, adk_sql, open_source
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.migration.support import ALL, contents, states
@@ -294,6 +295,26 @@ async def test_local_times_of_a_server_are_converted(place: sa.URL, url: str) ->
         assert isinstance(content, SessionContent)
         assert content.created_at == START_US + 5 * 3_600_000_000
         assert content.events[0].time == START_US  # the encrypted time
+
+
+@pytest.mark.no_tables
+@pytest.mark.parametrize("place", ["postgresql"], indirect=True)
+async def test_opened_source_has_the_times_that_the_installed_google_adk_reads(
+    place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(place)
+    writer.session("ada", "s")
+    writer.engine.dispose()
+    monkeypatch.setenv("PASSPHRASE", base64.b64encode(KEY).decode())
+    monkeypatch.setenv("TZ", "Etc/GMT+5")
+    monkeypatch.setattr(adk_rows, "adk_version", "2.2.0")  # the last release with local times
+    time.tzset()
+    async with await open_source(url, ["env:PASSPHRASE"]) as of:
+        (content,) = (await contents(of)).values()
+    monkeypatch.undo()
+    time.tzset()
+    assert isinstance(content, SessionContent)
+    assert content.created_at == START_US + 5 * 3_600_000_000
 
 
 # --- details -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, tzinfo
+from datetime import tzinfo
 from itertools import chain
 from pathlib import Path
 
@@ -108,7 +108,7 @@ async def open_source(
         )
     if is_1x:
         secrets = chain.from_iterable(map(_secrets, keys))
-        return Package1x(db_url, secrets, time_zone=time_zone or UTC)
+        return Package1x(db_url, secrets, time_zone=time_zone)
     if is_ours:
         writer, others = backends_for(backends or [DEFAULT], keys)
         return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
