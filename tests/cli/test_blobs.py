@@ -91,6 +91,13 @@ def test_missing_blob_is_named(filled: str, store: Path) -> None:
     assert (found["missing"], found["bad"], found["problems"][0]["reason"]) == (1, 1, "missing")
 
 
+def test_rows_are_reported_even_if_the_store_cannot_be_read(filled: str, store: Path) -> None:
+    shutil.rmtree(store)
+    store.write_text("a file")
+    said = run("verify", *on(filled), "--store", str(store))
+    assert (said.code, said.stdout.splitlines()[-1]) == (2, "all rows are intact")
+
+
 def test_blobs_of_an_erased_user_are_marked_and_deleted_later(filled: str, store: Path) -> None:
     erase(filled)
     said = blobs("verify", filled, store)

@@ -108,6 +108,15 @@ def test_rotation_with_retire_removes_the_replaced_keys(name: str, retired: Any,
     assert (found["data_keys"], len(found["masters"]), found["kept"]) == (*retired, 0)
 
 
+def test_rotation_is_reported_even_if_the_keys_cannot_be_retired(
+    filled: str, place: sa.URL
+) -> None:
+    run_sql(place, "UPDATE secure_users SET app_row = -7")
+    said = run("rotate", "master", *on(filled), "--retire")
+    assert (said.code, said.stdout) == (2, "wrapped by the new data master: 3 data keys\n")
+    assert said.stderr.startswith("Error: secure_users row ")
+
+
 def test_rotation_with_retire_says_how_to_remove_the_keys_that_it_kept(file: str) -> None:
     fernet = FernetBackend(OLD)
     asyncio.run(fill(file, fernet, others=[AesGcmBackend(OLD)], users=["ada"], name="f"))

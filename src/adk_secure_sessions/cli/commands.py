@@ -16,7 +16,14 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import backend_name, print_result, private_file, progress, table
+from adk_secure_sessions.cli.output import (
+    backend_name,
+    print_lines,
+    print_result,
+    private_file,
+    progress,
+    table,
+)
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors, opened, run
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
@@ -162,6 +169,7 @@ def verify(
             with progress("verify") as report:
                 work = maintenance.verify(db, progress=report, rows_per_second=rows_per_second)
                 results["rows"] = call(work)
+            print_lines(results["rows"])
         if only == "trail" or heads or (only is None and call(db.keyring()).has_audit_table):
             with progress("verify", "records") as report:
                 results["trail"] = call(
@@ -169,13 +177,15 @@ def verify(
                         db, logs, progress=report, rows_per_second=rows_per_second
                     )
                 )
+            print_lines(results["trail"])
             if not heads:
                 notes = ["without --heads, it is not detected that last records were removed"]
         if store is not None:
             from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 
             results["blobs"] = call(check_blobs(db, store))
-    print_result(results, notes)
+            print_lines(results["blobs"])
+    print_result(results, notes, are_lines_printed=True)
 
 
 @main.group()

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,7 +61,12 @@ def option_value(option: str) -> Any:
 
 
 def print_result(
-    result: Any, notes: Iterable[str] = (), *, err: bool = False, **more: Result | None
+    result: Any,
+    notes: Iterable[str] = (),
+    *,
+    err: bool = False,
+    are_lines_printed: bool = False,
+    **more: Result | None,
 ) -> None:
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
 
@@ -71,28 +75,31 @@ def print_result(
     If *err* is True, print to stderr, because stdout has the output of the command.
     """
     metrics.keep(result)
-    first, others = _results_in(result), _results_in(more)
-    dry_run = option_value("dry_run")
+    values = [*(result.values() if isinstance(result, dict) else [result]), *more.values()]
+    parts = [part for part in values if isinstance(part, Result)]
     if option_value("as_json"):
+        dry_run = option_value("dry_run")
         mode = {} if dry_run is None else {"dry_run": dry_run}
         click.echo(
             json.dumps(mode | to_json_value(more) | to_json_value(result), indent=2), err=err
         )
     else:
-        for line in chain(_lines(first + others), notes):
+        for part in () if are_lines_printed else parts:
+            print_lines(part, err=err)
+        for line in notes:
             click.echo(without_controls(line), err=err)
-    if not all(part.succeeded for part in first + others):
+    if not all(part.succeeded for part in parts):
         sys.exit(1)
 
 
-def _results_in(result: object) -> list[Result]:
-    parts = result.values() if isinstance(result, dict) else [result]
-    return [part for part in parts if isinstance(part, Result)]
+def print_lines(result: Result | None, *, err: bool = False) -> None:
+    """Print the lines of *result*, except with --json.
 
-
-def _lines(results: Iterable[Result]) -> Iterator[str]:
-    for result in results:
-        yield from result.lines(bool(option_value("dry_run")))
+    A command with several steps does this after each step, because the next one may fail.
+    """
+    if result is not None and not option_value("as_json"):
+        for line in result.lines(bool(option_value("dry_run"))):
+            click.echo(without_controls(line), err=err)
 
 
 def without_controls(text: str) -> str:

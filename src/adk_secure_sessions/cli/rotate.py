@@ -16,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import print_result, progress
+from adk_secure_sessions.cli.output import print_lines, print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, opened, run
 from adk_secure_sessions.cli.result_lines import (
     key_move_notes,
@@ -137,12 +137,14 @@ def _rotate(
         with progress(f"rotate {name}") as report:
             options = {"progress": report, "rows_per_second": rows_per_second}
             result = call(work(db, dry_run=dry_run, restart=restart, **options))
+        print_lines(result)
         if retire and result.succeeded and not dry_run:
             with progress("retire", "owners") as report:
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
+            print_lines(retirement)
     last = rotation_notes(result, dry_run) if retirement is None else retirement_notes(retirement)
-    print_result(result, last, retirement=retirement)
+    print_result(result, last, are_lines_printed=True, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
