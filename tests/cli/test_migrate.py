@@ -9,6 +9,7 @@ import pytest
 from google.adk.sessions import DatabaseSessionService
 
 from tests.cli.support import Said, run
+from tests.cli.test_metrics import read
 from tests.maintenance.support import event, fill
 from tests.migration.support import append, delete
 
@@ -100,6 +101,14 @@ def test_copies_get_an_expiry() -> None:
     )
     said = run("purge", "sessions", "--db", "sqlite:///sessions.db", "--key", "env:OLD_KEY")
     assert (said.code, said.stdout.splitlines()[0]) == (0, "deleted: 2 sessions")
+
+
+def test_metrics_of_an_erasure_count_what_cannot_be_read() -> None:
+    migrate()
+    change("UPDATE sessions SET state = 'x'")
+    said = migrate("erase-source", "--confirm", "adk.db", "--metrics-file", "run.prom")
+    assert (said.code, "cannot be read in the source: 2 items" in said.stdout) == (1, True)
+    assert read(Path("run.prom"))["problems"] == 2
 
 
 def test_differences_are_named_and_nothing_is_deleted() -> None:

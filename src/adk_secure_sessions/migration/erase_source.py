@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.protocol import repeated
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
@@ -40,6 +40,10 @@ class SourceErasure(Result):
     states: int = count("state", "deleted in the source", changes=True)
     changed: bool = False
     obstacles: tuple[str, ...] = ()
+
+    @property
+    def bad(self) -> int:
+        return self.comparison.bad
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
         yield from self.comparison.lines()
@@ -78,6 +82,8 @@ async def erase_source(
 
     Raises:
         ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`.
+        DatabaseError: It is unknown whether the rows were deleted: the connection was lost, and
+            the source was written to since.
     """
     if not isinstance(source, AdkTables):
         raise ConfigurationError(
@@ -119,6 +125,12 @@ async def erase_source(
     if not is_deleted:
         comparison.clean = comparison.completed = False
         comparison.withdrawn = await imports.withdraw_migration()
+        if attempts:
+            raise DatabaseError(
+                "the connection was lost while the source was deleted, and somebody has written to "
+                "it since, so its rows may have been deleted or not: look at the source, and end "
+                "every process that writes to it"
+            )
         return SourceErasure(comparison, changed=True)
     # The attempt after a committed one finds no rows.
     return SourceErasure(comparison, *max(attempts), obstacles=tuple(obstacles))
