@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.audit_records import (
     open_record,
     record_context,
 )
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database, verify_audit
 from adk_secure_sessions.storage.schema import audit_records
 from tests import format_reader
@@ -49,7 +49,7 @@ def test_both_readers_accept_the_chain(case: Row) -> None:
     for number, row in enumerate(rows):
         moment = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=row["time"])
         assert case["fields"][number]["time"] == f"{moment:%Y-%m-%dT%H:%M:%S.%f+00:00}"
-        cipher = BlindIndex(INDEX_MASTER).audit_cipher(DATABASE_ID, row["chain"])
+        cipher = IndexMaster(INDEX_MASTER).audit_cipher(DATABASE_ID, row["chain"])
         place = record_context(DATABASE_ID, row["chain"], row["number"], row["time"])
         assert open_record(cipher, place, row["record"]) == (links[number], case["fields"][number])
         assert link_of(place, row["record"]) == links[number + 1]
@@ -85,7 +85,7 @@ async def test_verify_rejects_the_same_chains(database: Path, name: str | None) 
         connection.executemany(insert, decoded(chain))
     async with Database(f"sqlite:///{database}", BACKEND) as db:
         keyring = await db.keyring()
-        keyring.index, keyring.database_id = BlindIndex(INDEX_MASTER), DATABASE_ID
+        keyring.index_master, keyring.database_id = IndexMaster(INDEX_MASTER), DATABASE_ID
         found = await verify_audit(db)
     assert (found.bad == 0) is (name is None)
     assert found.chains == (found.bad == 0), "a chain counts if it is authentic"

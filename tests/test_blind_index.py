@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from tests import format_reader
 
 KEY = bytes(range(32))
@@ -28,11 +28,11 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 def test_tag_is_the_truncated_hmac_of_its_context(name: str) -> None:
     arguments, parts = CASES[name]
     mac = hmac.new(KEY, format_reader.context(*parts), hashlib.sha256).digest()[:16]
-    assert getattr(BlindIndex(KEY), name)(*arguments) == mac
+    assert getattr(IndexMaster(KEY), name)(*arguments) == mac
 
 
 def test_every_tag_has_a_case() -> None:
-    methods = inspect.getmembers(BlindIndex, inspect.isfunction)
+    methods = inspect.getmembers(IndexMaster, inspect.isfunction)
     public = {name for name, _ in methods if not name.startswith("_")}
     # tests/test_audit_vectors.py tests the key of the audit trail.
     assert public - {"has_key_of", "audit_cipher"} == set(CASES)
@@ -41,15 +41,15 @@ def test_every_tag_has_a_case() -> None:
 def test_integers_of_a_mac_are_those_of_its_context() -> None:
     parts = ("migrated", ID, TAG, SOURCE)
     mac = hmac.new(KEY, format_reader.context(*parts, 3, 4), hashlib.sha256).digest()[:16]
-    assert BlindIndex(KEY).mac(*parts, numbers=(3, 4)) == mac
+    assert IndexMaster(KEY).mac(*parts, numbers=(3, 4)) == mac
 
 
 def test_tags_of_the_same_texts_differ_by_their_names() -> None:
-    index = BlindIndex(KEY)
-    assert index.session("a", "b", "c") != index.collection("a", "b", "c")
+    master = IndexMaster(KEY)
+    assert master.session("a", "b", "c") != master.collection("a", "b", "c")
 
 
 def test_key_is_compared_with_that_of_another_index() -> None:
-    index = BlindIndex(KEY)
-    assert index.has_key_of(BlindIndex(KEY))
-    assert not index.has_key_of(BlindIndex(KEY[::-1]))
+    master = IndexMaster(KEY)
+    assert master.has_key_of(IndexMaster(KEY))
+    assert not master.has_key_of(IndexMaster(KEY[::-1]))

@@ -22,7 +22,7 @@ from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.keys import passphrase
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKey, DataKeyRow, KeyCache, OwnerKeys, StagedKeys
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
 from tests import format_reader
@@ -90,7 +90,7 @@ BACKENDS: dict[int, EncryptionBackend] = {
 
 def known_keys(accept: list[int]) -> StagedKeys:
     """The keys of records.json, as a service has them that lists some backends."""
-    keyring = Keyring(bytes(16), BlindIndex(bytes(32)), {}, None)
+    keyring = Keyring(bytes(16), IndexMaster(bytes(32)), {}, None)
     keys = KeyCache(keyring, {i: BACKENDS[i] for i in accept}, accept[0], 100)
     for key in RECORDS["keys"]:
         row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
@@ -272,7 +272,7 @@ def masters() -> dict[int, Aes256Gcm]:
 def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     row, database_id = data_row(case), bytes.fromhex(case["database_id"])
     assert row.context(database_id).hex() == case["associated_data"]
-    keyring = Keyring(database_id, BlindIndex(bytes(32)), masters(), None)
+    keyring = Keyring(database_id, IndexMaster(bytes(32)), masters(), None)
 
     def unwrap() -> bytes:
         staged = StagedKeys(KeyCache(keyring, BACKENDS, 1, 100))
@@ -287,34 +287,34 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
 
 @each_case(KEYS["tags"])
 def test_tag_is_the_one_in_the_vector(case: Json) -> None:
-    index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
+    master = IndexMaster(bytes.fromhex(KEYS["index_master"]))
     purpose, *names = case["context"]
-    assert getattr(index, purpose)(*names).hex() == case["tag"]
+    assert getattr(master, purpose)(*names).hex() == case["tag"]
 
 
 @each_case(KEYS["migration"])
 def test_mac_of_an_import_is_the_one_in_the_vector(case: Json) -> None:
-    index = BlindIndex(bytes.fromhex(KEYS["index_master"]))
+    master = IndexMaster(bytes.fromhex(KEYS["index_master"]))
     purpose, *of = case["texts"]
     database_id, *rest = (bytes.fromhex(part["hex"]) for part in of)
     context = format_reader.context(purpose, database_id, *rest, *case["integers"])
     assert context.hex() == case["context_hex"]
-    mac = index.mac(purpose, database_id, *rest, numbers=case["integers"])
+    mac = master.mac(purpose, database_id, *rest, numbers=case["integers"])
     assert mac.hex() == case["mac"]
 
 
 @each_case(KEYS["state_index"])
 def test_tags_of_an_indexed_value_are_those_in_the_vector(case: Json) -> None:
-    master = bytes.fromhex(KEYS["index_master"])
-    index, names = BlindIndex(master), (case["app_name"], case["key"])
+    key = bytes.fromhex(KEYS["index_master"])
+    master, names = IndexMaster(key), (case["app_name"], case["key"])
     value = load_state(b'{"value":' + case["json"].encode() + b"}")["value"]
     text = canonical(value)
     assert text.decode() == format_reader.canonical(value) == case["canonical"]
-    key_tag, value_tag = index.state_key(*names), index.state_value(*names, text)
+    key_tag, value_tag = master.state_key(*names), master.state_value(*names, text)
     assert (key_tag.hex(), value_tag.hex()) == (case["key_tag"], case["value_tag"])
-    assert index.mac("state index declared", key_tag).hex() == case["declared"]
-    assert index.mac("state index complete", key_tag).hex() == case["complete"]
-    read = format_reader.tag(master, "state index value", *names, case["canonical"])
+    assert master.mac("state index declared", key_tag).hex() == case["declared"]
+    assert master.mac("state index complete", key_tag).hex() == case["complete"]
+    read = format_reader.tag(key, "state index value", *names, case["canonical"])
     assert read.hex() == case["value_tag"]
 
 

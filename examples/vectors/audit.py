@@ -9,7 +9,7 @@ from adk_secure_sessions.formats.audit_records import (
     record_context,
     seal_record,
 )
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from examples.vectors.fixed import MICROSECONDS, Json, counting, flipped, made
 
 ABOUT = (
@@ -34,7 +34,7 @@ def _chain(label: str, number: int = 0) -> list[Json]:
     """Return the rows of a chain, with their links and their fields."""
     start = MICROSECONDS + number
     chain = start.to_bytes(8, "big") + made(f"chain {label}", 8)
-    cipher = BlindIndex(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
+    cipher = IndexMaster(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
     link, rows = NO_AUDIT_LINK, []
     for number, more in enumerate(_FIELDS):
         time = start + 1_500_000 * number
@@ -100,7 +100,7 @@ def _other_copy(rows: list[Json]) -> list[Json]:
     """
     row = rows[1]
     chain = bytes.fromhex(row["chain"])
-    cipher = BlindIndex(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
+    cipher = IndexMaster(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
     context = record_context(_DATABASE_ID, chain, row["number"], row["time"])
     with mock.patch("os.urandom", return_value=made("nonce of another copy", 12)):
         record = seal_record(cipher, context, bytes.fromhex(rows[0]["link"]), row["fields"])

@@ -56,14 +56,14 @@ async def _write(path: Path) -> None:
     async with Database(url, backends()[0]) as db:
         await fill_index(db, CLINIC, KEYS)
         await db.search_index.declare(CLINIC, ["declared"])
-        index = (await db.keyring()).index
+        index_master = (await db.keyring()).index_master
         rows = {}
         for user, session, *_ in SESSIONS:
             identity = await db.unit.identify(CLINIC, user, session)
             found = await db.unit.run(GetSession(identity, lambda *_: None))
             assert found is not None
             rows[session] = found[0].session.row.id
-    ticket = index.state_key(CLINIC, "ticket")
+    ticket = index_master.state_key(CLINIC, "ticket")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(
             "UPDATE secure_state_index SET value_tag = (SELECT value_tag FROM secure_state_index "
@@ -71,7 +71,7 @@ async def _write(path: Path) -> None:
             (rows["integer"], rows["text"]),
         )
         connection.execute("DELETE FROM secure_state_index WHERE row_id = ?", (rows["removed"],))
-        forged = index.state_value(CLINIC, "ticket", b"1")
+        forged = index_master.state_value(CLINIC, "ticket", b"1")
         for row in (rows["without"], 77):
             connection.execute(
                 "INSERT INTO secure_state_index VALUES (?, ?, ?)", (row, ticket, forged)

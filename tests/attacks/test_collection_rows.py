@@ -117,10 +117,10 @@ async def build(directory: Path, options: dict[str, Any]) -> Victim:
             await first.append_event(session, event(n))
         for item in ITEMS[:2]:
             await first.collections.append(APP, "ada", "one", item)
-        index = (await first.collections._unit.keyring()).index
-        tags = {name: index.collection(APP, "ada", name) for name in ("one", "two")}
-        tags["bobs"] = index.collection(APP, "bob", "bobs")
-        tags["session"] = index.session(APP, "ada", "session")
+        master = (await first.collections._unit.keyring()).index_master
+        tags = {name: master.collection(APP, "ada", name) for name in ("one", "two")}
+        tags["bobs"] = master.collection(APP, "bob", "bobs")
+        tags["session"] = master.session(APP, "ada", "session")
     older = copied(path, "older.db")
     fork = copied(path, "fork.db")
     for file, items in ((path, ITEMS), (fork, OTHER_ITEMS)):
@@ -348,7 +348,7 @@ FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
 async def rolled_back(victim: Victim) -> None:
     async with victim.maintained() as db:
         keyring = await db.keyring()
-        mark = feature_list.authenticated_features(keyring.index, keyring.database_id)
+        mark = feature_list.authenticated_features(keyring.index_master, keyring.database_id)
     victim.run("UPDATE secure_meta SET value = :mark WHERE name = 'features'", mark=mark)
 
 

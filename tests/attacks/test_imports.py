@@ -81,10 +81,10 @@ async def build(path: Path) -> Victim:
         await service.prepare_tables()
     async with victim.maintained() as db:
         store = db.imports
-        index = (await db.keyring()).index
+        index_master = (await db.keyring()).index_master
         for name in (COPIED, DELETED, BURIED):
-            victim.tags[name] = index.session(APP, USER, name)
-        victim.tags["user"] = index.user(APP, USER)
+            victim.tags[name] = index_master.session(APP, USER, name)
+        victim.tags["user"] = index_master.user(APP, USER)
         await copy_session(store, COPIED)
         await copy_session(store, DELETED)
         await store.import_state((APP, USER), b'{"k":1}')

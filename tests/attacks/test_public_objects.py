@@ -281,7 +281,7 @@ async def test_object_that_holds_a_key_is_neither_pickled_nor_copied_nor_shown(
             await verify(db)
             alive += [sessions, artifacts, memory, stream, version, wrapper, db]
             seen = holders(keys)
-            assert {kind.__name__ for kind in seen} >= {"Aes256Gcm", "BlindIndex", "Blob"}
+            assert {kind.__name__ for kind in seen} >= {"Aes256Gcm", "IndexMaster", "Blob"}
             for one in (*seen.values(), *alive):
                 assert_kept(one)
                 assert not any(key.hex() in repr(one) or repr(key) in repr(one) for key in keys)

@@ -102,7 +102,7 @@ async def features(db: Database, names: str) -> None:
     """Store the names, with the MAC that a later release writes."""
     async with db.maintained() as maintained:
         keyring = await maintained.keyring()
-        mac = keyring.index.mac("features", keyring.database_id, names).hex()
+        mac = keyring.index_master.mac("features", keyring.database_id, names).hex()
     db.run("UPDATE secure_meta SET value = :v WHERE name = 'features'", v=f"{names} {mac}")
 
 

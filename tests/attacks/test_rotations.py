@@ -18,7 +18,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import parse_header
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     retire,
@@ -278,8 +278,8 @@ def store(db: Database, name: str, value: str) -> None:
 async def forged_checkpoint(db: Database, name: str, since: int) -> str:
     """A checkpoint by an attacker who has the index master key."""
     async with Maintained(db.url, db.backend()) as maintained:
-        index = (await maintained.keyring()).index
-    return f"{since} {index.mac('checkpoint', f'rotation.{name}', str(since)).hex()}"
+        master = (await maintained.keyring()).index_master
+    return f"{since} {master.mac('checkpoint', f'rotation.{name}', str(since)).hex()}"
 
 
 def now() -> int:
@@ -299,8 +299,8 @@ async def test_forged_checkpoint_is_rejected(file_db: Database, name: str, whose
         (other,) = ROTATIONS.keys() - {name}
         value = await checkpoint_of(file_db, other)
     else:
-        index = BlindIndex(bytes(32) if whose == "nobody's" else KEY)
-        value = f"{text} {index.mac('checkpoint', f'rotation.{name}', text).hex()}"
+        master = IndexMaster(bytes(32) if whose == "nobody's" else KEY)
+        value = f"{text} {master.mac('checkpoint', f'rotation.{name}', text).hex()}"
     store(file_db, name, value)
     before = file_db.dump()
     async with Maintained(file_db.url, file_db.backend()) as maintained:
@@ -335,8 +335,8 @@ async def test_replayed_checkpoint_does_not_pass_for_a_new_rotation(
 async def test_checkpoint_of_another_form_is_rejected(file_db: Database, since: str) -> None:
     """Also if its MAC is right."""
     async with Maintained(file_db.url, file_db.backend()) as maintained:
-        index = (await maintained.keyring()).index
-        mac = index.mac("checkpoint", "rotation.data", since).hex()
+        master = (await maintained.keyring()).index_master
+        mac = master.mac("checkpoint", "rotation.data", since).hex()
         for value in (f"{since} {mac}", mac, f"{since} {mac}\n", f"{since} \u00df{mac[1:]}"):
             store(file_db, "data", value)
             with pytest.raises(TamperedError, match="restart"):

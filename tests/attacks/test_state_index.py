@@ -70,18 +70,18 @@ class Victim:
             await service.collections.append(CLINIC, "ada", '["list"]', encode_item({}))
             self.rows["list"] = self.value("SELECT max(id) FROM secure_sessions")
         async with self.maintained() as db:
-            index = (await db.keyring()).index
+            index_master = (await db.keyring()).index_master
             await fill_index(db, BANK, ["ticket"])
-            self.tags["declared"] = index.mac(
-                "state index declared", index.state_key(CLINIC, "ticket")
+            self.tags["declared"] = index_master.mac(
+                "state index declared", index_master.state_key(CLINIC, "ticket")
             )
             await fill_index(db, CLINIC, ["ticket", "user:mrn"])
-            self.tags["ticket"] = index.state_key(CLINIC, "ticket")
-            self.tags["mrn"] = index.state_key(CLINIC, "user:mrn")
-            self.tags["bank_ticket"] = index.state_key(BANK, "ticket")
+            self.tags["ticket"] = index_master.state_key(CLINIC, "ticket")
+            self.tags["mrn"] = index_master.state_key(CLINIC, "user:mrn")
+            self.tags["bank_ticket"] = index_master.state_key(BANK, "ticket")
             for name, text in (("first", VALUE), ("second", "2")):
-                self.tags[name] = index.state_value(CLINIC, "ticket", f'"{text}"'.encode())
-            self.tags["of_ada"] = index.state_value(CLINIC, "user:mrn", b'"A"')
+                self.tags[name] = index_master.state_value(CLINIC, "ticket", f'"{text}"'.encode())
+            self.tags["of_ada"] = index_master.state_value(CLINIC, "user:mrn", b'"A"')
 
 
 @functools.cache
@@ -292,7 +292,7 @@ async def test_older_list_of_features_is_rejected_by_a_search_and_the_index_is_k
 ) -> None:
     async with victim.maintained() as db:
         keyring = await db.keyring()
-    mac = keyring.index.mac("features", keyring.database_id, "collections")
+    mac = keyring.index_master.mac("features", keyring.database_id, "collections")
     victim.tags["old"] = f"collections {mac.hex()}"
     victim.run("UPDATE secure_meta SET value = :old WHERE name = 'features'")
     async with victim.service(indexed_state_keys=[]) as service:

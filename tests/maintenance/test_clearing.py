@@ -71,8 +71,8 @@ def records_of(path: Path, tags: list[bytes]) -> list[bytes]:
 
 
 async def tags_of(db: Database, users: list[str]) -> list[bytes]:
-    index = (await db.keyring()).index
-    return [index.user(APP, user) for user in users]
+    index_master = (await db.keyring()).index_master
+    return [index_master.user(APP, user) for user in users]
 
 
 def present(path: Path, values: list[bytes]) -> int:

@@ -18,7 +18,7 @@ from adk_secure_sessions.backends.registry import Backends, register
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters, Read, Row, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
@@ -144,7 +144,7 @@ def two_databases(
 DATABASE_ID = bytes(range(16))
 MASTER, ANOTHER_MASTER, INDEX_MASTER = 11, 12, 13
 MASTERS = {MASTER: Aes256Gcm(bytes(32)), ANOTHER_MASTER: Aes256Gcm(bytes(31) + b"\1")}
-INDEX = BlindIndex(bytes(32))
+INDEX = IndexMaster(bytes(32))
 ROOT = bytes(range(32))
 
 

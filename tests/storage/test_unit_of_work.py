@@ -614,7 +614,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     first = keyring()
     last = Keyring(
         first.database_id,
-        first.index,
+        first.index_master,
         first.masters,
         MASTER,
         rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},

@@ -55,7 +55,7 @@ from adk_secure_sessions.formats.json_text import (
 )
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.service import (
     STALE,
@@ -390,17 +390,17 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         await self._feature.ensure()
         identity = await self._unit.identify(app_name, user_id, session_id)
         staged = await self._unit.run(writes.EnsureOwners(identity))
-        return _Records(staged, True, keys.keyring.index, identity)
+        return _Records(staged, True, keys.keyring.index_master, identity)
 
     async def _read(self, identity: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
-        index = (await self._unit.keyring()).index
+        master = (await self._unit.keyring()).index_master
         # If the other service answers from memory and the keys are cached, nothing else lets other
         # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)
 
         async def use(keys: StagedKeys, is_current: bool) -> T:
-            return await work(_Records(keys, is_current, index, identity))
+            return await work(_Records(keys, is_current, master, identity))
 
         return await self._unit.run(reads.UseKeys(identity, use))
 
@@ -448,10 +448,10 @@ class _Records:
     If *is_current* is True, all data keys were just read, so a missing data key does not exist.
     """
 
-    def __init__(self, keys: StagedKeys, is_current: bool, index: BlindIndex, identity: Identity):
+    def __init__(self, keys: StagedKeys, is_current: bool, master: IndexMaster, identity: Identity):
         self._keys = keys
         self._is_current = is_current
-        self._index = index
+        self._index_master = master
         self._identity = identity
         user = (identity.app_name, identity.user_id)
         self.app = _StateScope(APP_PREFIX, identity.app_tag, ("app", identity.app_name))
@@ -463,7 +463,7 @@ class _Records:
         sealed = {}
         for scope, entries in zip((self.app, self.user, self.session), values, strict=True):
             for key, value in entries.items():
-                name = self._index.mac("wrapped state key", *scope.parts, key).hex()
+                name = self._index_master.mac("wrapped state key", *scope.parts, key).hex()
                 context = _state_context(scope, name)
                 record = self._keys.seal(scope.owner, context, dump_state({key: value}))
                 sealed[scope.prefix + name] = _to_base64(record)

@@ -15,13 +15,13 @@ from adk_secure_sessions.hiding import HoldsSecrets
 TAG_LENGTH = 16
 
 
-class BlindIndex(HoldsSecrets):
-    """Computes tags: HMAC-SHA-256 with the index master as the key, truncated to 16 bytes."""
+class IndexMaster(HoldsSecrets):
+    """The index master: computes tags and other MACs, HMAC-SHA-256 truncated to 16 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._mac = HMAC(key, SHA256())
 
-    def has_key_of(self, other: "BlindIndex") -> bool:
+    def has_key_of(self, other: "IndexMaster") -> bool:
         """Return whether *other* has the same key; the comparison is constant-time."""
         return hmac.compare_digest(self.mac("same key?"), other.mac("same key?"))
 

@@ -26,7 +26,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.hiding import HoldsSecrets, without_frames
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.providers import KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ class UnwrappedMaster(HoldsSecrets):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnwrappedMaster) and hmac.compare_digest(self._key, other._key)
 
-    def index(self) -> BlindIndex:
-        """Return the blind index with this key, which must be an index master."""
-        return BlindIndex(self._key)
+    def index_master(self) -> IndexMaster:
+        """Return the index master with this key."""
+        return IndexMaster(self._key)
 
     def cipher(self) -> Aes256Gcm:
         """Return the cipher with this key, which must be a data master."""
@@ -127,7 +127,7 @@ class Keyring(HoldsSecrets):
     """
 
     database_id: bytes
-    index: BlindIndex
+    index_master: IndexMaster
     masters: Mapping[int, Aes256Gcm]
     # The data master that wraps new data keys; None if all data masters are stored as plaintext,
     # and this process writes encrypted records.
@@ -300,12 +300,12 @@ async def open_keyring(
     # attacker may have inserted such rows to delay the unwrapping of a new data master.
     rows.sort(key=opening.order)
     sound = [row for row in rows if not opening.rejects_form(row)]
-    index = await opening.index_master([row for row in sound if row.purpose == INDEX])
+    index_master = await opening.index_master([row for row in sound if row.purpose == INDEX])
     masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
     if not masters and opening.failure is not None:
         raise opening.failure
-    if index is None or not masters:
-        missing = "data" if index else "index"
+    if index_master is None or not masters:
+        missing = "data" if index_master else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
     # The newest data master under the writing backend's root key wraps new data keys.  If there is
     # none, the newest one under another root key does: a process does not create master keys only
@@ -318,7 +318,7 @@ async def open_keyring(
     ]
     return Keyring(
         database_id,
-        index,
+        index_master,
         masters,
         current_id=max(usable)[2] if usable else None,
         usable=frozenset(row_id for *_, row_id in usable),
@@ -346,7 +346,7 @@ class _Opening:
         self._leaves_pending = leaves_pending and known is not None
         # What the known keyring has.
         self._rows = known.rows if known else {}
-        self._index = known.index if known else None
+        self._index_master = known.index_master if known else None
         self._masters = {**known.former, **known.masters} if known else {}
         self._were_rejected = known.rejected if known else ()
         self._were_pending = known.pending if known else ()
@@ -385,7 +385,7 @@ class _Opening:
         self._ids.add(row.id)
         return False
 
-    async def index_master(self, rows: list[MasterKeyRow]) -> BlindIndex | None:
+    async def index_master(self, rows: list[MasterKeyRow]) -> IndexMaster | None:
         """Accept, reject or leave pending each of *rows*, and return the index master.
 
         If a keyring is known, the result is its index master, and a row is accepted only if it
@@ -404,19 +404,19 @@ class _Opening:
                     )
                     self._reject(row, error)
             rows = ours
-        index = self._index
+        index_master = self._index_master
         for row in rows:
             if self.is_known(row):
                 self.accepted[row.id] = row
             elif (key := await self._unwrapped(row)) is not None:
-                unwrapped = key.index()
-                if index is None or index.has_key_of(unwrapped):
-                    index = index or unwrapped
+                unwrapped = key.index_master()
+                if index_master is None or index_master.has_key_of(unwrapped):
+                    index_master = index_master or unwrapped
                     self.accepted[row.id] = row
                 else:
                     fault = "it is another index master than the one that this service has read"
                     self._reject(row, _malformed(row, fault))
-        return index
+        return index_master
 
     async def data_masters(self, rows: list[MasterKeyRow]) -> dict[int, Aes256Gcm]:
         """Unwrap *rows*, the data masters, and return the accepted data masters by id."""

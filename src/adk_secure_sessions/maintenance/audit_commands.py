@@ -306,7 +306,7 @@ class _Trail:
             detail = "its chain does not have 16 bytes: it was inserted"
             self.add_bad(chain.hex(), Reason.MALFORMED, detail)
             return None
-        cipher = self.keyring.index.audit_cipher(self.keyring.database_id, chain)
+        cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
         expected = 0
         # The link of the record before; None if that record is bad.
         known: bytes | None = NO_AUDIT_LINK

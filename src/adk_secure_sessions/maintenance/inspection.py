@@ -90,14 +90,14 @@ async def lookup(
         raise ConfigurationError(
             "a session id or a collection is unique only for one user: give the user id, too"
         )
-    index = (await db.keyring()).index
-    wanted = [("app", apps, index.app(app_name))]
+    master = (await db.keyring()).index_master
+    wanted = [("app", apps, master.app(app_name))]
     if user_id is not None:
-        wanted.append(("user", users, index.user(app_name, user_id)))
+        wanted.append(("user", users, master.user(app_name, user_id)))
         if session_id is not None:
-            wanted.append(("session", sessions, index.session(app_name, user_id, session_id)))
+            wanted.append(("session", sessions, master.session(app_name, user_id, session_id)))
         if collection is not None:
-            tag = index.collection(app_name, user_id, collection)
+            tag = master.collection(app_name, user_id, collection)
             wanted.append(("collection", sessions, tag))
     locations = []
     for kind, table, tag in wanted:

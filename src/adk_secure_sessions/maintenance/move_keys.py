@@ -224,7 +224,7 @@ class _Move:
         check_features(holder, self._opened)
 
     def _authenticated(self, features: frozenset[str]) -> str:
-        return authenticated_features(self._opened.index, self._opened.database_id, features)
+        return authenticated_features(self._opened.index_master, self._opened.database_id, features)
 
     async def _check_target(self, source: Survey, target: Survey) -> None:
         """Reject a target with keys, unless they are those of an unfinished move to it.

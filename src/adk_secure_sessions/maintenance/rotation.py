@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import Reason, SecureSessionError, TamperedError
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import can_unwrap
@@ -135,8 +135,8 @@ class Rotation(ABC):
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
-            index = (await self._db.keyring()).index
-            own = [run for run in unfinished(stored, index) if run.rotation == self._name]
+            master = (await self._db.keyring()).index_master
+            own = [run for run in unfinished(stored, master) if run.rotation == self._name]
             if own:
                 self.result.since, self.result.resumed = own[0].since, True
                 if self.result.since is None or not own[0].genuine:
@@ -148,7 +148,7 @@ class Rotation(ABC):
                     )
                 return
             self.result.since = await later_than_all_keys(self._db)
-            mac = index.mac("checkpoint", self._checkpoint, str(self.result.since))
+            mac = master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
             if self._dry_run or await self._db.unit.change(write):
@@ -234,15 +234,17 @@ _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_
 # --- stored checkpoints --------------------------------------------------------------------------
 
 
-def unfinished(stored: Mapping[str, str], index: BlindIndex | None) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations with a checkpoint in *stored*; *index* authenticates them, or is None."""
+def unfinished(
+    stored: Mapping[str, str], master: IndexMaster | None
+) -> Iterator[UnfinishedRotation]:
+    """Yield the rotations with a checkpoint in *stored*; *master*, if given, authenticates them."""
     for name, value in sorted(stored.items()):
         if str(name).startswith(meta.ROTATION):
             written = _FORM.fullmatch(str(value))
             since = int(written["since"]) if written else _END
             genuine = None
-            if index is not None:
-                mac = index.mac("checkpoint", name, str(since)).hex()
+            if master is not None:
+                mac = master.mac("checkpoint", name, str(since)).hex()
                 genuine = written is not None and hmac.compare_digest(written["mac"], mac)
             known = since if since < _END else None
             yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, genuine)

@@ -134,10 +134,10 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     """
     _check(keys)
     add_facts(app=app_name)
-    index = (await db.keyring()).index
+    master = (await db.keyring()).index_master
     if indexed.name not in (await db.survey()).feature_tables:
         return IndexChange()
-    tags = {index.state_key(app_name, key) for key in keys}
+    tags = {master.state_key(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
     await db.search_index.withdraw(tags)
     return IndexChange(removed=await _delete(db, tags))

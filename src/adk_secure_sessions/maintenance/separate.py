@@ -170,7 +170,7 @@ async def _begin(db: Database) -> None:
     roots = db.unit.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
-    meta_rows = separation_rows(separation, opened.index, new_id, survey.features)
+    meta_rows = separation_rows(separation, opened.index_master, new_id, survey.features)
     old = (old_id.hex(), survey.meta_rows[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, meta_rows, old)
     if not await db.unit.change_keys(work):
@@ -260,7 +260,7 @@ async def _end(db: Database, opened: Keyring) -> None:
     if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
     features = survey.features - {FeatureName.SEPARATING, FeatureName.MIGRATION}
-    value = authenticated_features(opened.index, opened.database_id, features)
+    value = authenticated_features(opened.index_master, opened.database_id, features)
 
     def end(connection: sa.Connection) -> bool:
         if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):

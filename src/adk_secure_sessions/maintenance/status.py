@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import (
     DataKeyCount,
@@ -215,7 +215,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     ((tombstones,),) = await db.unit.read(_TOMBSTONES, {})
     is_complete = meta.MIGRATION_MARK in survey.meta_rows
     genuine = None
-    if is_complete and await _index(db) is not None:
+    if is_complete and await _index_master(db) is not None:
         try:
             genuine = await db.imports.migration_end() is not None
         except WrongKeyError:
@@ -227,9 +227,9 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     if indexed.name not in survey.feature_tables:
         return None
     ((rows,),) = await db.unit.read(_INDEXED, {})
-    index = await _index(db)
-    marks = await read_marks(db.unit.read, index)
-    if index is None:
+    master = await _index_master(db)
+    marks = await read_marks(db.unit.read, master)
+    if master is None:
         return IndexStatus(int(rows), len(marks), None, None)
     complete = sum(state is IndexState.COMPLETE for _, state in marks)
     tampered = sum(state is None for _, state in marks)
@@ -248,8 +248,8 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
     survey = await db.survey()
-    index = await _index(db) if any(unfinished(survey.meta_rows, None)) else None
-    return tuple(unfinished(survey.meta_rows, index))
+    master = await _index_master(db) if any(unfinished(survey.meta_rows, None)) else None
+    return tuple(unfinished(survey.meta_rows, master))
 
 
 def _progress(
@@ -284,11 +284,11 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
     return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, unwraps)
 
 
-async def _index(db: Database) -> BlindIndex | None:
+async def _index_master(db: Database) -> IndexMaster | None:
     """Return what authenticates checkpoints and marks; None without the right root keys."""
     if not db.has_root_keys:
         return None
     try:
-        return (await db.keyring()).index
+        return (await db.keyring()).index_master
     except (WrongKeyError, DecryptionError):
         return None

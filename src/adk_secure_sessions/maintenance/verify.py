@@ -12,7 +12,7 @@ from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import load_state, read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import decode_text
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit_commands import UNLISTED
 from adk_secure_sessions.maintenance.counts import count_rows
@@ -115,12 +115,12 @@ async def verify(
     time.  `verify` parses the JSON of states, events and items, but does not check that the
     installed google-adk can read the events.
     """
-    index = (await db.keyring()).index
+    master = (await db.keyring()).index_master
     of_features = (await db.survey()).feature_tables
     imports = [migrated] if migrated.name in of_features else []
     total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
     meter = Meter(progress, total, rows_per_second)
-    run = _Verifier(db, index, meter)
+    run = _Verifier(db, master, meter)
     if indexed.name in of_features:
         await run.check_marks()
     await run.check_owners()
@@ -142,11 +142,11 @@ class _Verifier:
     Users and sessions are checked even if the row of their app is bad, but not if its name is.
     """
 
-    def __init__(self, db: Database, index: BlindIndex, meter: Meter) -> None:
+    def __init__(self, db: Database, master: IndexMaster, meter: Meter) -> None:
         self.result = Verification()
         self.problems = Problems()
         self._db = db
-        self._index = index
+        self._index_master = master
         self._meter = meter
         self._misnamed_apps: set[int] = set()
         self._imports = 0
@@ -155,7 +155,7 @@ class _Verifier:
         self._has_marks = False
 
     async def check_marks(self) -> None:
-        for tag, state in await read_marks(self._db.unit.read, self._index):
+        for tag, state in await read_marks(self._db.unit.read, self._index_master):
             self._has_marks = True
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
@@ -264,7 +264,7 @@ class _Verifier:
     def _has_own_name(self, row: OwnerRow) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
-            return self._index.app(decode_text(row.app_name)) == row.tag
+            return self._index_master.app(decode_text(row.app_name)) == row.tag
         except UNREADABLE:
             return False
 

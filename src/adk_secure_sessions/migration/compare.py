@@ -125,7 +125,7 @@ class ComparisonRun:
         """Compare everything; if *stores_mark* is True, store or remove the mark."""
         began = time.monotonic()
         db, result = self._db, self._done
-        self.walk = Walk(self._source, db, (await db.keyring()).index, self._selection)
+        self.walk = Walk(self._source, db, (await db.keyring()).index_master, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async for sessions in self.walk.sessions():
             await in_groups(_READS, self._compare, sessions)

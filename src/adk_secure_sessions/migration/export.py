@@ -12,7 +12,7 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import datetime_of
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -119,7 +119,7 @@ async def export_lines(
 class _ExportRun:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
-    _index: BlindIndex  # for the blind indexes of the findings
+    _index: IndexMaster  # for the blind indexes of the findings
 
     def __init__(
         self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
@@ -138,7 +138,7 @@ class _ExportRun:
         """Call *write*, which reads all sessions *passes* times."""
         began = time.monotonic()
         # Notice a wrong key before anything is written.
-        self._index = (await self.db.keyring()).index
+        self._index = (await self.db.keyring()).index_master
         number = await self._source.count(self._selection)
         if self.app_name is not None:
             add_facts(app=self.app_name)

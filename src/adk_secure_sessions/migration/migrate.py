@@ -150,7 +150,7 @@ async def migrate(
     number = await source.count(selection)
     if not dry_run:
         await init(db)
-    index = None if dry_run and await db.is_new() else (await db.keyring()).index
+    index = None if dry_run and await db.is_new() else (await db.keyring()).index_master
     if delete_gone and index is not None and await db.imports.migration_end():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.records import encode_text
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
 from adk_secure_sessions.maintenance.problems import CappedList
@@ -72,7 +72,7 @@ SessionPair = Pair[SessionContent]
 StatePair = Pair[bytes]
 
 
-def tag_of(index: BlindIndex, app_name: str, *ids: str) -> bytes:
+def tag_of(index: IndexMaster, app_name: str, *ids: str) -> bytes:
     """Return the blind index of an app, a user or a session."""
     if not ids:
         return index.app(app_name)
@@ -93,7 +93,7 @@ class Walk:
 
     source: Source
     target: Database
-    index: BlindIndex | None
+    index: IndexMaster | None
     selection: Selection
     wanted: Collection[ImportStatus] = tuple(ImportStatus)
 

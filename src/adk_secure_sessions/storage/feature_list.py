@@ -14,7 +14,7 @@ from adk_secure_sessions.db.dialects import already_exists, dialect_of, has_tabl
 from adk_secure_sessions.db.failures import translated
 from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring, Separation
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.schema import audit_records
@@ -37,10 +37,10 @@ REPLACED = (
 
 
 def authenticated_features(
-    index: BlindIndex, database_id: bytes, features: frozenset[str] = frozenset()
+    master: IndexMaster, database_id: bytes, features: frozenset[str] = frozenset()
 ) -> str:
     names = ",".join(sorted(features)) or NO_FEATURES
-    return f"{names} {index.mac('features', database_id, names).hex()}"
+    return f"{names} {master.mac('features', database_id, names).hex()}"
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
@@ -55,7 +55,8 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
         return
     match = SEPARATION_FORM.fullmatch(str(survey.meta_rows.get(meta.SEPARATION)))
     if match is None or not hmac.compare_digest(
-        keyring.index.mac("separation", keyring.database_id, match["text"]).hex(), match["mac"]
+        keyring.index_master.mac("separation", keyring.database_id, match["text"]).hex(),
+        match["mac"],
     ):
         raise WrongKeyError(
             "the row `separation` of secure_meta was tampered with: copy the database again"
@@ -65,15 +66,15 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
 
 
 def separation_rows(
-    separation: Separation, index: BlindIndex, new_id: bytes, features: frozenset[str]
+    separation: Separation, master: IndexMaster, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
     """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
     masters = " ".join(map(str, sorted(separation.master_ids)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         meta.DATABASE_ID: new_id.hex(),
-        meta.FEATURES: authenticated_features(index, new_id, features | {FeatureName.SEPARATING}),
-        meta.SEPARATION: f"{text} {index.mac('separation', new_id, text).hex()}",
+        meta.FEATURES: authenticated_features(master, new_id, features | {FeatureName.SEPARATING}),
+        meta.SEPARATION: f"{text} {master.mac('separation', new_id, text).hex()}",
     }
 
 
@@ -88,7 +89,9 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     _check_list(survey, keyring)
     if feature in survey.features:
         return
-    value = authenticated_features(keyring.index, keyring.database_id, survey.features | {feature})
+    value = authenticated_features(
+        keyring.index_master, keyring.database_id, survey.features | {feature}
+    )
     if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):
         raise Conflict  # another process has changed the features since `take_survey` read them
 
@@ -104,7 +107,7 @@ def _check_list(survey: Survey, keyring: Keyring) -> None:
     if survey.meta_rows.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED)
     listed = survey.feature_list
-    expected = keyring.index.mac("features", keyring.database_id, listed["names"])
+    expected = keyring.index_master.mac("features", keyring.database_id, listed["names"])
     if not hmac.compare_digest(expected.hex(), listed["mac"]):
         raise WrongKeyError(
             "the row `features` of secure_meta was tampered with: restore that table from a backup"

@@ -78,8 +78,8 @@ async def open_database(
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
             created = meta_rows
             if opened is None:
-                (_, index), _ = fresh
-                features = authenticated_features(index.index(), database_id)
+                (_, index_master), _ = fresh
+                features = authenticated_features(index_master.index_master(), database_id)
                 created = {**meta_rows, meta.FEATURES: features}
             new = [row for row, _ in fresh]
             if await _create_missing(executors.key_tables, table_set, key_survey, created, new):
@@ -170,7 +170,7 @@ async def _open(
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
     if indexed.name in survey.feature_tables:
-        marks = await read_marks(executors.data.read, opened.index)
+        marks = await read_marks(executors.data.read, opened.index_master)
         if len(marks) > MOST_MARKS:
             logger.error(
                 "secure_state_index has more than %d marks: somebody has added rows, and the rows "

@@ -21,7 +21,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import NO_LINK
-from adk_secure_sessions.keys.blind_index import TAG_LENGTH, BlindIndex
+from adk_secure_sessions.keys.blind_index import TAG_LENGTH, IndexMaster
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
@@ -442,20 +442,20 @@ class Identity(NamedTuple):
 
 
 def identify(
-    index: BlindIndex,
+    master: IndexMaster,
     app_name: str,
     user_id: str = "",
     session_id: str = "",
     is_collection: bool = False,
 ) -> Identity:
-    tag_of = index.collection if is_collection else index.session
+    tag_of = master.collection if is_collection else master.session
     session_tag = tag_of(app_name, user_id, session_id)
     return Identity(
         app_name,
         user_id,
         session_id,
-        index.app(app_name),
-        index.user(app_name, user_id),
+        master.app(app_name),
+        master.user(app_name, user_id),
         session_tag,
         records.context_parts((SESSIONS.kind, app_name, user_id, session_tag)),
         records.context_parts((EVENTS.kind, app_name, user_id, session_id)),

@@ -435,7 +435,7 @@ class UnitOfWork:
         if opened is None:
             opened = await self._current()
         ids = (app_name, user_id, session_id, is_collection)
-        return opened.identities.get(ids) or identify(opened.key_cache.keyring.index, *ids)
+        return opened.identities.get(ids) or identify(opened.key_cache.keyring.index_master, *ids)
 
     @property
     def database_id(self) -> bytes | None:
@@ -445,7 +445,9 @@ class UnitOfWork:
     def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
         """Do the same as `identify` for a session, but return None if the database is not open."""
         opened = self._opened
-        return opened and identify(opened.key_cache.keyring.index, app_name, user_id, session_id)
+        return opened and identify(
+            opened.key_cache.keyring.index_master, app_name, user_id, session_id
+        )
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
         """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `Retries`.

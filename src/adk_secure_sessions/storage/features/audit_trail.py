@@ -80,7 +80,7 @@ class _Chain(HoldsSecrets):
         self.id: bytes = now.to_bytes(8, "big") + secrets.token_bytes(8)
         self.head: Head = Head(0, NO_AUDIT_LINK)
         self.logged: int = 0
-        self._cipher = keyring.index.audit_cipher(self.database_id, self.id)
+        self._cipher = keyring.index_master.audit_cipher(self.database_id, self.id)
         self._began = time.monotonic(), time.time()
 
     @property

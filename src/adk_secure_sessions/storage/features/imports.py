@@ -121,7 +121,7 @@ class ImportMacs(NamedTuple):
     def source(self, tag: bytes, version: bytes) -> bytes:
         """Return the value of the column `source`: a MAC of *version*, bound to *tag*."""
         keyring = self.keyring
-        return keyring.index.mac("migration source", keyring.database_id, tag, version)
+        return keyring.index_master.mac("migration source", keyring.database_id, tag, version)
 
     def of_state(self, tag: bytes, state: bytes) -> bytes:
         """Return the value of the column `source` for the *state* of a user or an app."""
@@ -130,7 +130,7 @@ class ImportMacs(NamedTuple):
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
         """Return a row with its MAC."""
         parts = (self.keyring.database_id, tag, source)
-        mac = self.keyring.index.mac("migrated", *parts, numbers=(row_id, number))
+        mac = self.keyring.index_master.mac("migrated", *parts, numbers=(row_id, number))
         return MigratedRow(tag, row_id, number, source, mac)
 
     def tombstone(self, tag: bytes) -> MigratedRow:
@@ -520,7 +520,7 @@ class MigrationEnd(Enum):
     def mark(self, keyring: Keyring) -> str:
         """Return the text to store."""
         purpose = "source erased" if self.source_is_erased else "migration complete"
-        return f"{self.value} {keyring.index.mac(purpose, keyring.database_id).hex()}"
+        return f"{self.value} {keyring.index_master.mac(purpose, keyring.database_id).hex()}"
 
 
 class Imports:
@@ -600,14 +600,14 @@ class Imports:
         if not await self.feature.is_added():
             return {}
         macs, wanted = await self._macs(), list(ids)
-        index, imported = macs.keyring.index, dict[K, Imported]()
-        tags_of: list[Callable[..., bytes]] = [index.app, index.user, index.session]
+        master, imported = macs.keyring.index_master, dict[K, Imported]()
+        tags_of: list[Callable[..., bytes]] = [master.app, master.user, master.session]
         for number, (table, tag_of) in enumerate(
             zip((apps, users, sessions), tags_of, strict=True), 1
         ):
             tags = {one: tag_of(*one) for one in wanted if len(one) == number}
             imported |= await self._imported(table, macs, tags)
-        of_users = {one: index.user(*one[:2]) for one in wanted if len(one) == 3}
+        of_users = {one: master.user(*one[:2]) for one in wanted if len(one) == 3}
         for one, of_user in (await self._imported(users, macs, of_users)).items():
             if of_user.row.is_tombstone:
                 stored = imported[one].stored if one in imported else None

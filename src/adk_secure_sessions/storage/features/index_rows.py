@@ -23,7 +23,7 @@ from adk_secure_sessions.formats.json_text import (
     canonical,
 )
 from adk_secure_sessions.formats.records import encode_text
-from adk_secure_sessions.keys.blind_index import BlindIndex
+from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.pages import Reader
@@ -63,17 +63,17 @@ def row_of_user(user_row: int) -> int:
 # --- Marks ----------------------------------------------------------------------------------------
 
 
-def mark_of(index: BlindIndex, key_tag: bytes, state: IndexState) -> IndexedRow:
+def mark_of(master: IndexMaster, key_tag: bytes, state: IndexState) -> IndexedRow:
     """Return the mark of the key with *key_tag*."""
-    return IndexedRow(INDEX_MARK, key_tag, index.mac(f"state index {state.name.lower()}", key_tag))
+    return IndexedRow(INDEX_MARK, key_tag, master.mac(f"state index {state.name.lower()}", key_tag))
 
 
-def state_of_mark(index: BlindIndex, key_tag: object, mac: object) -> IndexState | None:
+def state_of_mark(master: IndexMaster, key_tag: object, mac: object) -> IndexState | None:
     """Return what a mark says; None if it is not authentic."""
     if type(key_tag) is not bytes or type(mac) is not bytes:  # SQLite stores any type
         return None
     for state in IndexState:
-        if hmac.compare_digest(mark_of(index, key_tag, state).value_tag, mac):
+        if hmac.compare_digest(mark_of(master, key_tag, state).value_tag, mac):
             return state
     return None
 
@@ -83,11 +83,11 @@ MOST_MARKS = 1000
 
 
 async def read_marks(
-    read: Reader, index: BlindIndex | None
+    read: Reader, master: IndexMaster | None
 ) -> list[tuple[object, IndexState | None]]:
-    """Return the tags of the first 1001 marks, and the states that *index* authenticates."""
+    """Return the tags of the first 1001 marks, and the states that *master* authenticates."""
     return [
-        (tag, None if index is None else state_of_mark(index, tag, mac))
+        (tag, None if master is None else state_of_mark(master, tag, mac))
         for tag, mac in await read(sql.INDEX_MARKS, {"limit": MOST_MARKS + 1})
     ]
 
@@ -103,20 +103,20 @@ def declare(
     state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
     for tag in sorted(key_tags):
         stored = connection.scalar(_stored_mark(tag))
-        if state_of_mark(keyring.index, tag, stored) is None:
-            _put_mark(mark_of(keyring.index, tag, state), stored, connection)
+        if state_of_mark(keyring.index_master, tag, stored) is None:
+            _put_mark(mark_of(keyring.index_master, tag, state), stored, connection)
 
 
 def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
     """Store the mark that each session or user has its rows of these keys."""
     for tag in sorted(key_tags):
         stored = connection.scalar(_stored_mark(tag))
-        if state_of_mark(keyring.index, tag, stored) is None:
+        if state_of_mark(keyring.index_master, tag, stored) is None:
             raise ConfigurationError(
                 "the mark of an indexed key was removed while the index was filled, for example by "
                 "`index drop`: fill the index again"
             )
-        _put_mark(mark_of(keyring.index, tag, IndexState.COMPLETE), stored, connection)
+        _put_mark(mark_of(keyring.index_master, tag, IndexState.COMPLETE), stored, connection)
 
 
 def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
@@ -154,14 +154,14 @@ def entries(
     *prefix* is `user:` for the state of a user, and empty for that of a session.  *keys* are the
     tags of the keys; None stands for all indexed keys that this process knows.
     """
-    index, app_name = attempt.keys.keyring.index, attempt.identity.app_name
+    master, app_name = attempt.keys.keyring.index_master, attempt.identity.app_name
     keys = attempt.keys.keyring.indexed_keys if keys is None else keys
     value_tags: Entries = {}
     if keys and not attempt.identity.is_collection:
         for name, value in state.items():
             key = prefix + name
-            if (tag := index.state_key(app_name, key)) in keys:
-                value_tags[tag] = index.state_value(app_name, key, canonical(value))
+            if (tag := master.state_key(app_name, key)) in keys:
+                value_tags[tag] = master.state_value(app_name, key, canonical(value))
     return value_tags
 
 

@@ -83,9 +83,9 @@ class SearchIndex:
             index_rows.check_key(key)
         await self._feature.ensure()
         keyring = (await self._unit.key_cache()).keyring
-        tags = frozenset(keyring.index.state_key(app_name, key) for key in wanted)
+        tags = frozenset(keyring.index_master.state_key(app_name, key) for key in wanted)
         if tags:
-            app_tag = keyring.index.app(app_name)
+            app_tag = keyring.index_master.app(app_name)
             await self._unit.change(partial(index_rows.declare, keyring, app_tag, tags))
         keyring.indexed_keys.update(tags)
         return tags
@@ -122,9 +122,9 @@ class Lookup:
 
     def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
         self.of_users: bool = key.startswith(USER_PREFIX)
-        self.key_tag: bytes = keyring.index.state_key(app_name, key)
+        self.key_tag: bytes = keyring.index_master.state_key(app_name, key)
         self._canonical = canonical(value)
-        self.value_tag: bytes = keyring.index.state_value(app_name, key, self._canonical)
+        self.value_tag: bytes = keyring.index_master.state_value(app_name, key, self._canonical)
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
     def matches(self, view: SessionWithStates) -> bool:
@@ -164,8 +164,8 @@ class FindPage(ListPage):
         return page._replace(items=list(filter(self._lookup.matches, page.items)))
 
     def _check(self, attempt: Attempt, rows: QueryRows) -> None:
-        index = attempt.keys.keyring.index
-        marks = (index_rows.state_of_mark(index, *mark[1:]) for mark in rows.indexed)
+        master = attempt.keys.keyring.index_master
+        marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.indexed)
         if IndexState.COMPLETE not in marks:
             raise NotIndexed
 
