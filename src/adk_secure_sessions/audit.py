@@ -394,7 +394,7 @@ class Trail(Protocol):
     ) -> tuple[Any, bool]: ...
 
 
-class SecurityCall:
+class AuditedCall:
     """A call whose security events are stored in audit trails.
 
     Subclasses add the record of the call itself, which is also logged.  If *trail* is None, the
@@ -480,10 +480,10 @@ class SecurityCall:
 
 
 # The running call that stores its records in audit trails; None if there is none.
-_call: ContextVar[SecurityCall | None] = ContextVar("audit_call", default=None)
+_call: ContextVar[AuditedCall | None] = ContextVar("audit_call", default=None)
 
 
-class AccessCall(SecurityCall):
+class AccessCall(AuditedCall):
     """An access to a session, a state, an artifact or a memory; only logged without *trail*."""
 
     def __init__(
@@ -538,7 +538,7 @@ class AccessCall(SecurityCall):
         return entry(self._action, **facts, outcome=outcome, error=error)
 
 
-class CommandCall(SecurityCall):
+class CommandCall(AuditedCall):
     """A command.  Each database that it opens and that has an audit trail stores its records."""
 
     def __init__(self, facts: dict[str, object], *, is_stored: bool) -> None:

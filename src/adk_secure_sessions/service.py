@@ -16,7 +16,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, Recording, SecurityCall, accessed, record_rejected
+from adk_secure_sessions.audit import Audit, AuditedCall, Recording, accessed, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
@@ -209,7 +209,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         if self._recording.trail is None:
             await self._unit.keyring()
         else:
-            await SecurityCall(self._recording.trail).run(self._unit.keyring)
+            await AuditedCall(self._recording.trail).run(self._unit.keyring)
 
     @accessed("session.create")
     async def create_session(

@@ -434,7 +434,7 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     row = StagedKeys(data_keys(newer)).new(WHO.user_tag)
     executors, executor = one_database(key_rows([row], newer), key_rows([row], newer))
     unit = unit_of(executors, KeyringReads(keyring(), newer))
-    keys = await unit.data_keys_of(WHO.user_tag)
+    keys = await unit.load_data_keys(WHO.user_tag)
     assert keys.has_keys(WHO.user_tag)
     assert (await unit.keyring()) is newer
     # They are read again after the keyring, because both may have changed meanwhile.

@@ -16,7 +16,7 @@ from google.adk.errors.input_validation_error import InputValidationError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.audit import SecurityCall, Trail, accessed
+from adk_secure_sessions.audit import AuditedCall, Trail, accessed
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
@@ -394,7 +394,7 @@ async def _recording_rejections(
             async for piece in pieces:
                 yield piece
     except DecryptionError as error:
-        await SecurityCall(trail).store_rejected(error)
+        await AuditedCall(trail).store_rejected(error)
         raise
 
 

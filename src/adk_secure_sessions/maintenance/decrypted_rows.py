@@ -185,7 +185,7 @@ async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[Session
     user_rows = {row.user_row for row in rows}
     for *user, app_name in await rows_where(db.unit.read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
-    keys = await db.unit.data_keys_of(*(user.tag for user, _ in owners.values()))
+    keys = await db.unit.load_data_keys(*(user.tag for user, _ in owners.values()))
     return [_decrypt_ids(row, owners.get(row.user_row), keys) for row in rows]
 
 

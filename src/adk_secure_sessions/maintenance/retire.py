@@ -222,7 +222,9 @@ async def _decrypt_owner(
 
     Return the ids of the data keys that its row names, and the number of records by header.
     """
-    await db.unit.data_keys_of(owner_tag)  # reads the keyring again if a data key needs a newer one
+    await db.unit.load_data_keys(
+        owner_tag
+    )  # reads the keyring again if a data key needs a newer one
     masters = await db.keyring()
     if not all(can_unwrap(row, masters) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)

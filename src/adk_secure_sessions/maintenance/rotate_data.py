@@ -167,11 +167,11 @@ class DataRotationRun(Rotation):
             app_name = app_name_of(row.app_name)
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)
-        keys = await self._db.unit.data_keys_of(tag)
+        keys = await self._db.unit.load_data_keys(tag)
         try:
             records = await records_of_owner(self._db, keys, table, row)
         except UnknownKeyError:  # a service with another backend may have created the key since
-            keys = await self._db.unit.data_keys_of(tag)
+            keys = await self._db.unit.load_data_keys(tag)
             records = await records_of_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
@@ -268,7 +268,7 @@ class DataRotationRun(Rotation):
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
         if facts != (Reason.UNKNOWN_KEY, record.column.table.name):
             return False
-        keys = await self._db.unit.data_keys_of(owner_tag)
+        keys = await self._db.unit.load_data_keys(owner_tag)
         try:
             keys.key_of(owner_tag, record.stored)
         except DecryptionError:

@@ -7,7 +7,7 @@ level: a UNION ALL of SELECTs with the same columns, of which the first is the k
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
 
@@ -36,8 +36,6 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-
-R = TypeVar("R", bound=tuple[Any, ...])
 
 # How many integers and how many binary values the rows of a read have.
 _NUMBERS, _BLOBS = 8, 3
@@ -102,18 +100,18 @@ MASTER_KEYS = sa.select(
 )
 
 
-class RowKind(Generic[R]):
-    """A kind of rows in a UNION ALL.
+# The type of the rows of each kind, and the function that selects their values.
+_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = []
+
+
+class RowKind:
+    """A kind of rows in a UNION ALL; *number* is its position in `_ROW_MAKERS`.
 
     All SELECTs of a UNION ALL have the same columns: the number of the kind, 8 integers (padded
     with zeros) and 3 binary values (padded with NULL).
     """
 
-    def __init__(
-        self, number: int, row_type: type[R], columns: Iterable[sa.ColumnElement[Any]]
-    ) -> None:
-        self.number: int = number
-        self.row_type: type[R] = row_type
+    def __init__(self, row_type: type, columns: Iterable[sa.ColumnElement[Any]]) -> None:
         self._integers: list[Any] = []
         self._blobs: list[Any] = []
         positions = []
@@ -122,7 +120,8 @@ class RowKind(Generic[R]):
             same, before = (self._integers, 0) if is_integer else (self._blobs, _NUMBERS)
             same.append(column)
             positions.append(before + len(same))
-        self.values: Callable[[Row], Any] = itemgetter(*positions)
+        self.number: int = len(_ROW_MAKERS)
+        _ROW_MAKERS.append((row_type, itemgetter(*positions)))
 
     def select(
         self, *conditions: sa.ColumnElement[bool], last_number: Any = None, last_blob: Any = None
@@ -143,37 +142,33 @@ class RowKind(Generic[R]):
 
 
 _LABELS = ("kind", *"abcdefghijk")
-APP = RowKind(0, AppRow, apps.c)
-USER = RowKind(1, UserRow, users.c)
-WITNESS = RowKind(2, WitnessRow, witnesses.c)
-SESSION = RowKind(3, SessionRow, sessions.c)
-_SNAPSHOT = RowKind(4, SnapshotRow, snapshots.c)
-_EVENT = RowKind(5, EventRow, (events.c.seq, events.c.time, events.c.event))
-_KEY = RowKind(6, DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
-_MASTER = RowKind(
-    7, MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
+_APPS = RowKind(AppRow, apps.c)
+_USERS = RowKind(UserRow, users.c)
+_WITNESSES = RowKind(WitnessRow, witnesses.c)
+_SESSIONS = RowKind(SessionRow, sessions.c)
+_SNAPSHOTS = RowKind(SnapshotRow, snapshots.c)
+_EVENTS = RowKind(EventRow, (events.c.seq, events.c.time, events.c.event))
+_DATA_KEYS = RowKind(DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
+_MASTERS = RowKind(
+    MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
 )
-_MIGRATED = RowKind(8, MigratedRow, migrated.c)
-_INDEXED = RowKind(9, IndexedRow, indexed.c)
-_KINDS = (APP, USER, WITNESS, SESSION, _SNAPSHOT, _EVENT, _KEY, _MASTER, _MIGRATED, _INDEXED)
-_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = [
-    (kind.row_type, kind.values) for kind in _KINDS
-]
+_MIGRATED = RowKind(MigratedRow, migrated.c)
+_INDEXED = RowKind(IndexedRow, indexed.c)
 # The rows and the row ids of the app, the user and the session that a read is about.
-_APP_ROW = APP.select(apps.c.tag == _app_tag)
-_USER_ROW = USER.select(users.c.tag == _user_tag)
+_THE_APP = _APPS.select(apps.c.tag == _app_tag)
+_THE_USER = _USERS.select(users.c.tag == _user_tag)
 _APP_ID: Any = sa.select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
 _USER_ID: Any = sa.select(users.c.id).where(users.c.tag == _user_tag).scalar_subquery()
 _SESSION_ID: Any = sa.select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
 
 
-def _witness(*tags: sa.BindParameter[bytes]) -> sa.Select[Any]:
-    return WITNESS.select(witnesses.c.tag.in_(tags))
+def _select_witnesses(*tags: sa.BindParameter[bytes]) -> sa.Select[Any]:
+    return _WITNESSES.select(witnesses.c.tag.in_(tags))
 
 
 def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
-    keys = _KEY.select(c.owner == owner, *conditions).order_by(c.generation)
+    keys = _DATA_KEYS.select(c.owner == owner, *conditions).order_by(c.generation)
     return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
@@ -192,21 +187,21 @@ def _first(number: int, rows: sa.Select[Any], name: str) -> sa.Select[Any]:
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
-_MASTERS = _first(MAX_ROWS + 1, _MASTER.select(), "masters")
-_KEYS = (_keys_of(_app_tag), _keys_of(_user_tag), _MASTERS)
-_APP_AND_USER = (_APP_ROW, _USER_ROW, _witness(_app_tag, _user_tag))
+_MASTER_ROWS = _first(MAX_ROWS + 1, _MASTERS.select(), "masters")
+_KEYS = (_keys_of(_app_tag), _keys_of(_user_tag), _MASTER_ROWS)
+_APP_AND_USER = (_THE_APP, _THE_USER, _select_witnesses(_app_tag, _user_tag))
 
 
-def _session(
+def _select_sessions(
     *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions, seal: Any = None
 ) -> sa.Select[Any]:
     highest = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
     last_seq = sa.func.coalesce(highest.scalar_subquery(), sa.literal_column("-1"))
-    query = SESSION.select(*conditions, last_number=last_seq, last_blob=seal)
+    query = _SESSIONS.select(*conditions, last_number=last_seq, last_blob=seal)
     return query.select_from(source)
 
 
-def _listed(
+def _select_listed(
     *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions
 ) -> sa.Select[Any]:
     """Return a SELECT of sessions with the seals of their version witnesses.
@@ -215,7 +210,7 @@ def _listed(
     """
     c = witnesses.c
     own = sa.and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
-    return _session(*conditions, source=source.outerjoin(witnesses, own), seal=c.seal)
+    return _select_sessions(*conditions, source=source.outerjoin(witnesses, own), seal=c.seal)
 
 
 def index_row_of_user(user_row: Any) -> sa.ColumnElement[int]:
@@ -225,11 +220,11 @@ def index_row_of_user(user_row: Any) -> sa.ColumnElement[int]:
     return row_id
 
 
-_SESSION = (
-    _APP_ROW,
-    _USER_ROW,
-    _witness(_app_tag, _user_tag, _session_tag),
-    _session(sessions.c.tag == _session_tag),
+_SESSION_AND_OWNERS = (
+    _THE_APP,
+    _THE_USER,
+    _select_witnesses(_app_tag, _user_tag, _session_tag),
+    _select_sessions(sessions.c.tag == _session_tag),
 )
 
 
@@ -241,8 +236,8 @@ def _forms(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> 
 
 
 def _session_forms(*history: sa.Select[Any]) -> QueryForms:
-    state = _SNAPSHOT.select(snapshots.c.session_row == _SESSION_ID)
-    return _forms(*_SESSION, state, *history)
+    state = _SNAPSHOTS.select(snapshots.c.session_row == _SESSION_ID)
+    return _forms(*_SESSION_AND_OWNERS, state, *history)
 
 
 def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
@@ -253,8 +248,8 @@ def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
     mine = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
     return _forms(
         *_APP_AND_USER,
-        _listed(mine),
-        _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, mine),
+        _select_listed(mine),
+        _SNAPSHOTS.select(snapshots.c.session_row == sessions.c.id, mine),
     )
 
 
@@ -267,15 +262,15 @@ def _listing_of_app() -> QueryForms:
     of_app = users.c.app_row == _APP_ID
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     members = [
-        _APP_ROW,
-        USER.select(of_app),
-        _witness(_app_tag),
-        WITNESS.select(users.c.tag == witnesses.c.tag, of_app),
-        _listed(of_app, source=theirs),
-        _SNAPSHOT.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
+        _THE_APP,
+        _USERS.select(of_app),
+        _select_witnesses(_app_tag),
+        _WITNESSES.select(users.c.tag == witnesses.c.tag, of_app),
+        _select_listed(of_app, source=theirs),
+        _SNAPSHOTS.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
     ]
-    keys_of_users = _KEY.select(data_keys.c.owner == users.c.tag, of_app)
-    return _forms(*members, keys=(_KEYS[0], keys_of_users, _MASTERS))
+    their_keys = _DATA_KEYS.select(data_keys.c.owner == users.c.tag, of_app)
+    return _forms(*members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
 FoundBy = Literal["session", "user", "expiry"]  # see `page_of_sessions`
@@ -331,23 +326,23 @@ def page_of_sessions(
     else:
         rows = rows.where(sessions.c.user_row == _USER_ID)
     page = first_rows(rows, _limit).cte("page")
-    members = [_listed(source=page.join(sessions, sessions.c.id == page.c.id))]
+    members = [_select_listed(source=page.join(sessions, sessions.c.id == page.c.id))]
     if found_by in ("session", "user"):
         members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
     if with_snapshots:
-        members.append(_SNAPSHOT.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
+        members.append(_SNAPSHOTS.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
     if not of_app:
         return _forms(*_APP_AND_USER, *members)
     owners = users.c.id.in_(sa.select(page.c.user_row))
     of_owners = sa.select(users.c.tag).where(owners)
     members += [
-        _APP_ROW,
-        USER.select(owners),
-        _witness(_app_tag),
-        WITNESS.select(witnesses.c.tag.in_(of_owners)),
+        _THE_APP,
+        _USERS.select(owners),
+        _select_witnesses(_app_tag),
+        _WITNESSES.select(witnesses.c.tag.in_(of_owners)),
     ]
-    keys_of_owners = _KEY.select(data_keys.c.owner.in_(of_owners))
-    return _forms(*members, keys=(_KEYS[0], keys_of_owners, _MASTERS))
+    their_keys = _DATA_KEYS.select(data_keys.c.owner.in_(of_owners))
+    return _forms(*members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
 def _last_events() -> sa.Select[Any]:
@@ -355,20 +350,20 @@ def _last_events() -> sa.Select[Any]:
     # A server would raise an error for the difference of the smallest number and the limit.
     revision = sa.select(c.revision).where(c.tag == _session_tag, c.revision >= _ZERO)
     first = revision.scalar_subquery() - _limit
-    return _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= first)
+    return _EVENTS.select(events.c.session_row == _SESSION_ID, events.c.seq >= first)
 
 
-SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT.select(events.c.session_row == _SESSION_ID))
+SESSION_WITH_ALL_EVENTS = _session_forms(_EVENTS.select(events.c.session_row == _SESSION_ID))
 SESSION_WITH_LAST_EVENTS = _session_forms(_last_events())
 # The parameter `first_seq` is the `seq` of the first event to read.
 SESSION_WITH_NEW_EVENTS = _session_forms(
-    _EVENT.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
+    _EVENTS.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
 )
 SESSION_WITHOUT_EVENTS = _session_forms()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
 SESSION_WITH_EVENTS_BETWEEN = _forms(
-    *_SESSION,
-    _EVENT.select(
+    *_SESSION_AND_OWNERS,
+    _EVENTS.select(
         events.c.session_row == _SESSION_ID,
         events.c.seq.between(sa.bindparam("first", type_=sa.BigInteger), sa.bindparam("last")),
     ),
@@ -388,7 +383,7 @@ INDEXED_SESSION = _session_forms(_INDEXED.select(indexed.c.row_id == _SESSION_ID
 INDEXED_USER = _forms(
     *_APP_AND_USER, _INDEXED.select(indexed.c.row_id == index_row_of_user(_USER_ID))
 )
-EVENT_AT = _EVENT.select(
+EVENT_AT = _EVENTS.select(
     events.c.session_row == sa.bindparam("session_row"), events.c.seq == sa.bindparam("seq")
 )
 
@@ -396,7 +391,7 @@ EVENT_AT = _EVENT.select(
 @functools.cache
 def events_at(number: int) -> sa.Select[Any]:
     """Return the query for *number* events of `session_row`, whose `seq` `numbered` returns."""
-    return _EVENT.select(
+    return _EVENTS.select(
         events.c.session_row == sa.bindparam("session_row"), is_one_of(events.c.seq, number)
     )
 
@@ -563,8 +558,8 @@ class QueryRows:
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
-        listed = kinds[WITNESS.number]
-        event, session, tag_of_session = _EVENT.number, SESSION.number, 1 + _NUMBERS
+        listed = kinds[_WITNESSES.number]
+        event, session, tag_of_session = _EVENTS.number, _SESSIONS.number, 1 + _NUMBERS
         for row in rows:
             number = row[0]
             if number == event:
@@ -637,14 +632,14 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 
 
 @functools.cache
-def data_keys_of(number: int) -> sa.CompoundSelect[Any]:
+def keys_of_owners(number: int) -> sa.CompoundSelect[Any]:
     """Return the query for all data keys of *number* owners, whose tags `numbered` returns, and the
     `MasterFingerprint` of each row of the keyring, for a key database and for commands.
     """
     if number > _FEW:
-        return sa.union_all(_KEY.select(is_one_of(data_keys.c.owner, number)), _MASTERS)
+        return sa.union_all(_DATA_KEYS.select(is_one_of(data_keys.c.owner, number)), _MASTER_ROWS)
     first, second = (sa.bindparam(f"v{n}", type_=sa.LargeBinary) for n in range(_FEW))
-    return sa.union_all(_keys_of(first), _keys_of(second, second != first), _MASTERS)
+    return sa.union_all(_keys_of(first), _keys_of(second, second != first), _MASTER_ROWS)
 
 
 @functools.cache

@@ -51,7 +51,7 @@ from adk_secure_sessions.storage.queries import (
     QueryForms,
     QueryRows,
     chunks,
-    data_keys_of,
+    keys_of_owners,
     numbered,
 )
 from adk_secure_sessions.storage.schema import Identity, Owner, StoredSession, WitnessRow, identify
@@ -581,7 +581,7 @@ class UnitOfWork:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
         return await read_data_keys(self.read_keys, owners)
 
-    async def data_keys_of(self, *owners: object) -> StagedKeys:
+    async def load_data_keys(self, *owners: object) -> StagedKeys:
         """Read and return the data keys of *owners*, which are tags.
 
         A data key that was tampered with raises DecryptionError when it is used.
@@ -730,7 +730,7 @@ def apply_changes(changes: Sequence[Change]) -> Steps[None]:
         raise Conflict
 
 
-def apply_once(changes: Sequence[Change]) -> Steps[bool]:
+def try_apply(changes: Sequence[Change]) -> Steps[bool]:
     applied: bool = yield Apply(changes)
     return applied
 
@@ -746,7 +746,7 @@ async def read_data_keys(
     # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
     # column, so a tag that somebody modified can have any type.
     for tags in chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
-        part = QueryRows(await read(data_keys_of(len(tags)), numbered(tags)))
+        part = QueryRows(await read(keys_of_owners(len(tags)), numbered(tags)))
         rows.data_keys += part.data_keys
         rows.master_fingerprints = part.master_fingerprints
     return rows

@@ -7,7 +7,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -48,7 +48,6 @@ from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDa
 
 T = TypeVar("T")
 Changes = list[Change]
-Locks = tuple[sa.Executable, ...]  # queries that lock rows: see `Write`
 
 # In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
@@ -278,11 +277,10 @@ class OwnerChanges:
 class Write(Generic[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    In the audit trail, *audited_as* says what the transaction changes.  If *locks_rows* is
-    True, each attempt locks rows before it reads them, and all its requests are one transaction.
-    Otherwise, asyncpg commits each request separately.  *locks* are the queries that lock the rows:
-    first the session, then the app, then the user.  If writes locked rows in different orders, two
-    of them could wait for each other.
+    In the audit trail, *audited_as* says what the transaction changes.  If *locks_rows* is True,
+    each attempt locks rows before it reads them, and all its requests are one transaction.
+    Otherwise, asyncpg commits each request separately.  All writes run *lock_queries* in the order
+    session, app, user: with different orders, two of them could wait for each other.
     """
 
     needs_fresh_keys = False
@@ -290,7 +288,11 @@ class Write(Generic[T]):
     audited_as: ClassVar[str]
 
     locks_rows: bool = field(default=False, init=False)
-    locks: Locks = field(default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False)
+    lock_queries: ClassVar[Sequence[sa.Executable]] = (
+        sql.LOCK_SESSION,
+        sql.LOCK_APP,
+        sql.LOCK_USER,
+    )
     identity: Identity
     # The results of attempts, by a random value that each has sent: a row id or a record.  An
     # attempt that lost its connection may have been committed.  If the next attempt finds one of
@@ -308,7 +310,7 @@ class Write(Generic[T]):
         return await run(transaction, attempt.run_after_commit, holds_locks=locks)
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        for query in self.locks:
+        for query in self.lock_queries:
             yield Read(query, attempt.identity.tags())
         return (yield from self.steps(attempt, owners))
 

@@ -46,7 +46,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork, apply_once
+from adk_secure_sessions.storage.unit_of_work import UnitOfWork, try_apply
 
 T = TypeVar("T")
 
@@ -187,7 +187,7 @@ class AuditTrail(HoldsSecrets):
             return
 
         async def attempt() -> None:
-            _, is_stored = await self.run_recorded(partial(apply_once, ()), entries)
+            _, is_stored = await self.run_recorded(partial(try_apply, ()), entries)
             if not is_stored:  # a trigger or a rule can discard rows without an error
                 raise DatabaseError(
                     "the database did not store the records of the audit trail: remove triggers "
@@ -202,7 +202,7 @@ class AuditTrail(HoldsSecrets):
         Return False and change nothing if the first change matched no row.  After a lost
         connection, this method raises the error: the changes may have been made.
         """
-        applied, _ = await self.run_recorded(partial(apply_once, changes), [made])
+        applied, _ = await self.run_recorded(partial(try_apply, changes), [made])
         return applied
 
     def log_heads(self) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -29,7 +29,6 @@ from adk_secure_sessions.storage.writes import (
     CreateSession,
     DeleteSession,
     DuplicateSession,
-    Locks,
     MissingSession,
     NewEvent,
     OwnerChanges,
@@ -229,7 +228,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    locks: Locks = field(default=(sql.LOCK_SESSION, sql.LOCK_USER), init=False)
+    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     expected: SessionVersion
     items: Sequence[bytes]

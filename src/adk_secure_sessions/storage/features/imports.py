@@ -50,7 +50,6 @@ from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import (
     Changes,
-    Locks,
     NewSession,
     OwnerChanges,
     Write,
@@ -246,7 +245,7 @@ class ImportSession(_Import[ImportStatus]):
     """
 
     # Not the app: long imports would wait for each other.
-    locks: Locks = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(
         self,

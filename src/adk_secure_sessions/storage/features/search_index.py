@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import sqlalchemy as sa
+
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
@@ -25,7 +27,7 @@ from adk_secure_sessions.storage.reads import (
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork, apply_changes
-from adk_secure_sessions.storage.writes import Locks, OwnerChanges, Write, read_rows
+from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
 
 
 class SearchIndex:
@@ -204,8 +206,9 @@ class CorrectIndexed(Write[int]):
     keys: Collection[bytes]
     of_user: bool
 
-    def __post_init__(self) -> None:
-        self.locks: Locks = (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
+    @property
+    def lock_queries(self) -> tuple[sa.Executable]:  # type: ignore[override]
+        return (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
