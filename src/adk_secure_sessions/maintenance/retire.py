@@ -222,9 +222,7 @@ async def _decrypt_owner(
 
     Return the ids of the data keys that its row names, and the number of records by header.
     """
-    await db.unit.load_data_keys(
-        owner_tag
-    )  # reads the keyring again if a data key needs a newer one
+    await db.unit.load_data_keys(owner_tag)  # if one needs a newer keyring, this reads it again
     masters = await db.keyring()
     if not all(can_unwrap(row, masters) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
@@ -239,8 +237,9 @@ async def _decrypt_owner(
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
                 await db.unit.run(check)
-                headers += check.header_counts
-                await limit.advance(check.header_counts.total())
+                of_session = check.count_headers()
+                headers += of_session
+                await limit.advance(of_session.total())
     return checked.key_ids, headers
 
 

@@ -282,15 +282,16 @@ class _Verifier:
                 identity.is_collection and identity.session_id == memory_items.COLLECTION_NAME
             )
 
-            def check(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
+            def parse(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
                 """Parse an event or an item; return the item of a memory."""
                 with locating_errors(events.name, f"{session_row}, {seq}"):
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
-            checked = await self._db.unit.run(reads.CheckLocatedSession(identity, check))
+            check = reads.CheckSession(identity, parse, checks_owners=False)
+            checked = await self._db.unit.run(check)
             if checked is not None:  # None: the session was deleted after its ids were read
-                session, history = checked
+                session, history = checked[0].session, checked[1]
                 with locating_errors(snapshots.name, session.row.id):
                     load_state(b"{}" if session.snapshot is None else session.snapshot)
                 with locating_errors(sessions.name, session.row.id):

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import Table
 
@@ -25,7 +25,6 @@ from adk_secure_sessions.storage.queries import (
     QueryRows,
 )
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
     Identity,
     Owner,
     SessionWithStates,
@@ -355,26 +354,24 @@ class _Listing(ReadOperation):
     """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
-    False, the error is raised.
+    False, the error is raised.  The result has the rows that are or are not collections, and have
+    or have not expired, as *is_collection* and *has_expired* say.
     """
+
+    is_collection: ClassVar[bool] = False
+    has_expired: ClassVar[bool] = False
 
     of_app: bool = False
     skip: bool = False
+    with_snapshots: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skip
 
     async def _views(
-        self,
-        attempt: Attempt,
-        executors: Executors,
-        rows: QueryRows,
-        *,
-        collections: bool = False,
-        with_snapshots: bool = True,
-        expired: bool = False,
+        self, attempt: Attempt, executors: Executors, rows: QueryRows
     ) -> list[SessionWithStates]:
-        """Return each session in *rows*, or each collection, that has not, or has, expired."""
+        """Return the sessions or collections in *rows* that have not, or have, expired."""
         owners = {user.row.id: user for user in await self._users(attempt, executors, rows)}
         app = sealed_rows.open_app(attempt, rows)
         app_state = app.state if app else b""
@@ -395,13 +392,13 @@ class _Listing(ReadOperation):
                         row.id,
                     )
                 session = sealed_rows.open_session_row(
-                    attempt, rows, user, row, with_snapshot=with_snapshots
+                    attempt, rows, user, row, with_snapshot=self.with_snapshots
                 )
                 if user.row.id not in of_app:
                     sealed_rows.require_app(app, user)
                     of_app.add(user.row.id)
-                is_wanted = session.has_expired == expired
-                if is_wanted and (row.base_revision == COLLECTION) == collections:
+                is_wanted = session.has_expired == self.has_expired
+                if is_wanted and session.is_collection == self.is_collection:
                     views.append(SessionWithStates(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
@@ -449,9 +446,11 @@ class ListSessions(_Listing):
 class ListCollections(_Listing):
     """Read the collections of a user, without their items."""
 
+    is_collection = True
+
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
         rows = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
-        views = await self._views(attempt, executors, rows, collections=True)
+        views = await self._views(attempt, executors, rows)
         return [view.session for view in views]
 
 
@@ -492,12 +491,13 @@ class ListPage(_Listing):
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
         super().__init__(identity, of_app=of_app, skip=options.skip)
         self._options = options
+        self.with_snapshots = options.with_state
 
     def _forms(self) -> QueryForms:
         return sql.page_of_sessions(
             of_app=self.of_app,
             newest=self._options.newest,
-            with_snapshots=self._options.with_state,
+            with_snapshots=self.with_snapshots,
             by_time=self._options.updated is not None,
             found_by=self.found_by,
         )
@@ -544,8 +544,7 @@ class ListPage(_Listing):
             del rows.sessions[limit:]
             last = rows.sessions[-1]
             after = SessionPosition(last.user_row, last.id)
-        with_snapshots = self._options.with_state
-        views = await self._views(attempt, executors, rows, with_snapshots=with_snapshots)
+        views = await self._views(attempt, executors, rows)
         # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
         return Page(views, after if rows.sessions else None)
 
@@ -619,47 +618,40 @@ class CheckOwner(ReadOperation):
 class CheckSession(GetSession[E]):
     """Decrypt a session with all its events without the row cache: see `CheckOwner`.
 
-    *times* are the times of the events, in microseconds since 1970, UTC.
+    If *checks_owners* is False, the rows of the app and the user are not decrypted: `verify` has
+    decrypted the ids in *identity* from the rows of the session and its user.
     """
 
-    needs_fresh_keys = True
-
     finds_expired: bool = True
-    header_counts: HeaderCounts = field(init=False)
-    times: list[int] = field(init=False)
+    checks_owners: bool = True
+    rows: QueryRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_fresh_keys: bool = self.checks_owners
 
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
-        rows = await self._find(attempt, executors)
-        opened = await self._open(attempt._replace(cache=RowCache(0)), rows)
-        self.header_counts, self.times = Counter(), [row[EVENT_TIME] for row in rows.events]
-        if opened is not None and (row := rows.session):
-            self.header_counts = _count_headers(
-                (sessions, row.state),
-                (witnesses, rows.witnesses[row.tag].seal),
-                *((snapshots, snapshot.state) for snapshot in rows.snapshots.values()),
-                *((events, event[EVENT_RECORD]) for event in rows.events),
-            )
-        return opened
-
-
-@dataclass(eq=False, repr=False)
-class CheckLocatedSession(ReadOperation, Generic[E]):
-    """Read a session with all events, even if the row of its app or its user was tampered with.
-
-    `verify` has decrypted the ids in *identity* from the rows of the session and its user.
-    """
-
-    decode: Callable[[bytes, int, int], E]
-
-    async def attempt(
-        self, attempt: Attempt, executors: Executors
-    ) -> tuple[StoredSession, list[E]] | None:
-        parameters = {**self.identity.tags(), "limit": 0}
-        rows = await self._read(attempt, executors, sql.SESSION_WITH_ALL_EVENTS, parameters)
+        self.rows = rows = await self._find(attempt, executors)
+        attempt = attempt._replace(cache=RowCache(0))
+        if self.checks_owners:
+            return await self._open(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.assumed_user(attempt, rows))
         if session is None:
             return None
-        whole = GetSession(self.identity, self.decode)
-        return session, await whole.history(attempt, rows, session)
+        view = SessionWithStates(session, self.identity.user_id, b"{}", b"{}")
+        return view, await self.history(attempt, rows, session)
+
+    @property
+    def times(self) -> list[int]:
+        """The times of the events, in microseconds since 1970, UTC."""
+        return [row[EVENT_TIME] for row in self.rows.events]
+
+    def count_headers(self) -> HeaderCounts:
+        """Count the decrypted records of the session."""
+        return _count_headers(
+            *((sessions, row.state) for row in self.rows.sessions),
+            *((witnesses, self.rows.witnesses[row.tag].seal) for row in self.rows.sessions),
+            *((snapshots, snapshot.state) for snapshot in self.rows.snapshots.values()),
+            *((events, event[EVENT_RECORD]) for event in self.rows.events),
+        )

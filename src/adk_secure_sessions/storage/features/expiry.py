@@ -116,6 +116,7 @@ class _ListExpired(ListPage):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
     found_by = "expiry"
+    has_expired = True
 
     def __init__(self, identity: Identity, now: int) -> None:
         super().__init__(identity, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
@@ -130,7 +131,7 @@ class _ListExpired(ListPage):
         rows = await self._read(
             attempt, executors, self._forms(), self._parameters(None, self._options.limit)
         )
-        return await self._views(attempt, executors, rows, with_snapshots=False, expired=True)
+        return await self._views(attempt, executors, rows)
 
 
 def _ensure_index(connection: sa.Connection, *, may_create: bool) -> None:
