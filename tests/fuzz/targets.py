@@ -44,10 +44,10 @@ from adk_secure_sessions.formats.records import (
     header_ids,
     join_owner,
     join_session,
-    open_content,
-    open_unflagged,
-    open_whole,
+    keep_packed,
+    open_plaintext,
     parse_header,
+    reject_flags,
     split_id,
     split_link,
     split_owner,
@@ -98,7 +98,7 @@ def record(data: bytes) -> None:
     with suppress(DecryptionError):
         backend_id, key_id = parse_header(data)
         assert build_header(backend_id, key_id) == data[:HEADER_LENGTH]
-        open_content(data, CONTEXT, cipher)
+        open_plaintext(data, CONTEXT, cipher)
         raise AssertionError("a record is authentic that no key has encrypted")
 
 
@@ -108,17 +108,17 @@ def plaintext(data: bytes) -> None:
     for cipher in CIPHERS:
         stored = start + cipher.encrypt(data, start + CONTEXT)
         with suppress(DecryptionError):
-            assert open_unflagged(stored, CONTEXT, cipher) == data[1:]
+            assert open_plaintext(stored, CONTEXT, cipher, reject_flags) == data
             assert data.startswith(FLAGS)
         try:
-            opened = open_content(stored, CONTEXT, cipher)
+            opened = open_plaintext(stored, CONTEXT, cipher)
         except DecryptionError:
             assert not data.startswith(FLAGS)
             continue
         # Other flags say that the content is compressed or padded.
         assert data[0] <= 7
-        assert FLAGS + opened == data or data[0]
-        assert open_whole(stored, CONTEXT, cipher) == data
+        assert opened == data or data[0]
+        assert open_plaintext(stored, CONTEXT, cipher, keep_packed) == data
     with suppress(DecryptionError):
         assert with_id(*split_id(data)) == data
     with suppress(DecryptionError):

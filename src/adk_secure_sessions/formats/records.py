@@ -154,6 +154,12 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
     return b"".join((FLAGS, found))
 
 
+def keep_packed(plaintext: bytes) -> bytes:
+    """Return *plaintext*, which `seal` can encrypt again, if `expand` accepts it."""
+    expand(plaintext)
+    return plaintext
+
+
 def reject_flags(plaintext: bytes) -> Never:
     """Reject *plaintext*, of a wrapped key or a version witness, because it has other flags."""
     raise DecryptionError(
@@ -308,19 +314,14 @@ def header_ids(stored: object) -> tuple[int, int] | None:
         return None
 
 
-def open_content(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `parse_header` accepted; return its content."""
-    return open_with_flag_byte(stored, context, cipher)[1:]
-
-
-def open_with_flag_byte(
+def open_plaintext(
     stored: bytes, context: bytes, cipher: Cipher, unpack: Callable[[bytes], bytes] = expand
 ) -> bytes:
-    """Decrypt a record whose header `parse_header` accepted; return `FLAGS` and its content, as it
-    was before it was compressed or padded.  *unpack* is called with a plaintext of other flags.
+    """Decrypt a record whose header `parse_header` accepted; return its flags and content.
 
-    Use this function for events, of which a read may have thousands.  The caller takes slices of
-    each result, so removing the flags here would only add a copy.
+    The flags stay: readers of events, of which there may be thousands, take slices in any case.
+    If the record is packed, return what *unpack* makes of its plaintext: `expand`, `keep_packed`,
+    or, for wrapped keys and version witnesses, which are never packed, `reject_flags`.
     """
     packed = None
     try:
@@ -338,23 +339,6 @@ def open_with_flag_byte(
     if packed is not None:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
     raise TamperedError("the backend could not decrypt it")
-
-
-def open_whole(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a record whose header `parse_header` accepted; return its plaintext with its own
-    flags, which fit it: `seal` encrypts it again without a change.
-    """
-    return open_with_flag_byte(stored, context, cipher, _if_expandable)
-
-
-def _if_expandable(plaintext: bytes) -> bytes:
-    expand(plaintext)
-    return plaintext
-
-
-def open_unflagged(stored: bytes, context: bytes, cipher: Cipher) -> bytes:
-    """Decrypt a wrapped data key or a version witness, which has no flags; return its content."""
-    return open_with_flag_byte(stored, context, cipher, reject_flags)[1:]
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

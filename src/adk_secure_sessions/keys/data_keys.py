@@ -369,19 +369,21 @@ class StagedKeys:
         owner_tag: bytes,
         context: bytes,
         stored: bytes,
-        open_record: Callable[[bytes, bytes, Cipher], bytes] = records.open_content,
+        unpack: Callable[[bytes], bytes] = records.expand,
     ) -> bytes:
-        """Decrypt *stored*, a record of the owner, and return the content.
+        """Decrypt *stored*, a record of the owner, and return the content."""
+        return self.open_plaintext(owner_tag, context, stored, unpack)[1:]
 
-        *open_record* is a function of `formats.records`: `open_unflagged` for a version
-        witness, which is never compressed or padded, or `open_whole`, which keeps the flags.
-        """
+    def open_plaintext(
+        self, owner_tag: bytes, context: bytes, stored: bytes, unpack: Callable[[bytes], bytes]
+    ) -> bytes:
+        """Decrypt *stored*, a record of the owner; *unpack* as in `records.open_plaintext`."""
         key = self.key_of(owner_tag, stored)
         began = perf_counter()
-        opened = open_record(stored, context, key.cipher)
+        plaintext = records.open_plaintext(stored, context, key.cipher, unpack)
         if self.operation is not None:
-            self.count_decrypted(key, len(opened), began)
-        return opened
+            self.count_decrypted(key, len(plaintext) - 1, began)
+        return plaintext
 
     def count_decrypted(self, key: DataKey, size: int, began: float) -> None:
         """Count the decryption of records of *size* bytes in all with *key*, if anything is
@@ -484,7 +486,8 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
-    return records.open_unflagged(row.wrapped, context, keyring.master(master_id))
+    master = keyring.master(master_id)
+    return records.open_plaintext(row.wrapped, context, master, records.reject_flags)[1:]
 
 
 def _not_listed(backend_id: int) -> DecryptionError:

@@ -11,13 +11,12 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, UnknownKeyError
 from adk_secure_sessions.formats.records import (
-    FLAGS,
     HEADER_LENGTH,
     binary,
     build_header,
     header_ids,
-    open_unflagged,
-    open_whole,
+    keep_packed,
+    reject_flags,
 )
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
@@ -293,9 +292,8 @@ def _plaintext(
     keys: StagedKeys, owner_tag: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
-    if column.table is witnesses:
-        return FLAGS + keys.open(owner_tag, context, stored, open_unflagged)
-    return keys.open(owner_tag, context, stored, open_whole)
+    unpack = reject_flags if column.table is witnesses else keep_packed
+    return keys.open_plaintext(owner_tag, context, stored, unpack)
 
 
 # The records to replace and the new ones, by column.

@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.records import (
     Packing,
     SessionFields,
     encode_text,
-    open_with_flag_byte,
+    open_plaintext,
     packing_of,
     split_link,
     with_id,
@@ -306,7 +306,7 @@ def open_events(
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
-            plaintext = open_with_flag_byte(record, context, key.cipher)
+            plaintext = open_plaintext(record, context, key.cipher)
             if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise other_history()
             previous = plaintext[EVENT_LINK]
@@ -352,7 +352,7 @@ def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
     """Return how the record in the row of *owner* is compressed and padded."""
     row = owner.row
     context = _column_of(row).context(attempt.identity.ids, row)
-    return packing_of(attempt.keys.open(row.tag, context, row.state, records.open_whole))
+    return packing_of(attempt.keys.open_plaintext(row.tag, context, row.state, records.keep_packed))
 
 
 def seal_witness(
@@ -439,7 +439,7 @@ def _check_witness(
         )
     try:
         context = WITNESSES.context(attempt.identity.ids, witness)
-        witness_link = attempt.keys.open(owner_tag, context, witness.seal, records.open_unflagged)
+        witness_link = attempt.keys.open(owner_tag, context, witness.seal, records.reject_flags)
     except DecryptionError as error:
         raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
     if witness.number != number:
