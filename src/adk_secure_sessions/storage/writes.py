@@ -84,7 +84,7 @@ class NewEvent(NamedTuple):
     replaced: Mapping[int, bytes] = {}  # of a collection: new contents of earlier items, by number
 
 
-def witness_change(old: int, new: WitnessRow) -> Change:
+def _witness_change(old: int, new: WitnessRow) -> Change:
     values = {"at_tag": new.tag, "at_number": old, "number": new.number, "seal": new.seal}
     return Change(sql.UPDATE_WITNESS, values)
 
@@ -200,7 +200,7 @@ class OwnerChanges:
         at = {"at_id": old.id, "at_version": old.version, "at_state": old.state}
         update = sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP
         self.changes.append(Change(update, at | {"version": row.version, "state": owner.row.state}))
-        self.changes.append(witness_change(old.version, witness))
+        self.changes.append(_witness_change(old.version, witness))
         return owner
 
     def _sealed(self, owner: Owner) -> tuple[Owner, WitnessRow]:
@@ -614,11 +614,14 @@ def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
     the lock of that row, then finds no row, and adds no event.
     """
     attempt.call_after_commit(partial(attempt.cache.forget_session, session.row.tag))
+    witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
+    return [witness, *_deletions_by_id(attempt, session)]
+
+
+def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
+    """Return the changes that delete the events, the snapshot, and rows of the search index."""
     at_row = {"at_id": session.row.id}
-    changes = [
-        Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
-        Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag}),
-    ]
+    changes = [Change(sql.DELETE_EVENTS, at_row, must_match_row=False)]
     if session.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes + index_rows.removal(attempt, session.row.id)
@@ -728,8 +731,17 @@ def read_verified(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSessi
     return rows, user, session
 
 
-def replacement(old: StoredSession, new: StoredSession) -> Change:
-    return Change(sql.REPLACE_SESSION, parameters(old.row, "at_") | parameters(new.row))
+def replacement(
+    attempt: Attempt,
+    owners: OwnerChanges,
+    old: StoredSession,
+    new: StoredSession,
+    witness: WitnessRow,
+) -> Changes:
+    """Return the changes that replace *old*, its events and its snapshot by *new* and *witness*."""
+    row = Change(sql.REPLACE_SESSION, parameters(old.row, "at_") | parameters(new.row))
+    of_witness = _witness_change(old.row.id, witness)
+    return [row, *owners.changes, of_witness, *_deletions_by_id(attempt, old)]
 
 
 def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:

@@ -36,7 +36,6 @@ from adk_secure_sessions.storage.writes import (
     Write,
     read_verified,
     replacement,
-    witness_change,
 )
 
 T = TypeVar("T")
@@ -249,14 +248,7 @@ class RewriteItems(Write[StoredSession]):
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)
         self._sent[new.row.id] = new
-        yield from apply_changes(
-            [
-                replacement(session, new),
-                *owners.changes,
-                witness_change(session.row.id, witness),
-                Change(sql.DELETE_EVENTS, {"at_id": session.row.id}, must_match_row=False),
-            ]
-        )
+        yield from apply_changes(replacement(attempt, owners, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             yield from apply_changes([Change(sql.INSERT_EVENT, parameters(row)) for row in part])

@@ -25,7 +25,6 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import meta, sealed_rows
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.queries import QueryRows, chunks, migrated_rows, numbered
@@ -58,7 +57,6 @@ from adk_secure_sessions.storage.writes import (
     of_unchanged_user,
     read_rows,
     replacement,
-    witness_change,
 )
 
 K = TypeVar("K", bound=tuple[str, ...])
@@ -343,18 +341,8 @@ class ImportSession(_Import[ImportStatus]):
     ) -> Steps[None]:
         owners.user(user, user.app_row, {}, old.row)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
-        at_row = {"at_id": old.row.id}
-        changes = [
-            replacement(old, new.session),
-            *owners.changes,
-            witness_change(old.row.id, new.witness),
-            Change(sql.DELETE_EVENTS, at_row, must_match_row=False),
-        ]
-        if old.has_snapshot:
-            changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-        changes += index_rows.removal(attempt, old.row.id)
-        changes += new.rest
-        changes.append(_update(row, new_row))
+        changes = replacement(attempt, owners, old, new.session, new.witness)
+        changes += [*new.rest, _update(row, new_row)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 
