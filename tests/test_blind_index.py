@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from adk_secure_sessions.formats.records import context_parts
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from tests import format_reader
 
@@ -20,6 +21,7 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "collection": (("a", "u", "c"), ("collection", "a", "u", "c")),
     "state_key": (("a", "user:k"), ("state index key", "a", "user:k")),
     "state_value": (("a", "k", b"1"), ("state index value", "a", "k", b"1")),
+    "tag": ((context_parts(("app", "a")),), ("app", "a")),
     "mac": (("purpose", ID, "text"), ("purpose", ID, "text")),
 }
 

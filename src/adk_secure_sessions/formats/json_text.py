@@ -387,9 +387,8 @@ def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) ->
     *name* stands for *data*.
     """
     # The parser accepts MAX_LEVELS, and one more level if it is empty.  Lists around *data* use up
-    # the difference.  This costs less than `within_levels`, a third of the time of the parser.  A
-    # level takes two bytes, so shorter JSON needs no lists.
-    outer = MAX_LEVELS - levels + 1 if len(data) > 2 * levels else 0
+    # the difference, unless it has too few brackets for more than *levels*.
+    outer = MAX_LEVELS - levels + 1 if _brackets(data) > levels else 0
     try:
         value: Any = from_json(b"[" * outer + data + b"]" * outer if outer else data)
         for _ in range(outer):

@@ -259,15 +259,16 @@ def numbered_context(parts: bytes, *numbers: int) -> bytes:
 
 def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
     """Return the first half of a context: the length and the bytes of each part."""
-    made: list[bytes] = []
-    for part in parts:
-        data = encode_text(part) if isinstance(part, str) else part
-        if not isinstance(data, bytes):
-            raise TamperedError(
-                "a text or binary column holds a value of another type", Reason.MALFORMED
-            )
-        made += _LENGTH.pack(len(data)), data
-    return b"".join(made)
+    return b"".join(map(context_part, parts))
+
+
+def context_part(part: str | bytes) -> bytes:
+    data = encode_text(part) if isinstance(part, str) else part
+    if not isinstance(data, bytes):
+        raise TamperedError(
+            "a text or binary column holds a value of another type", Reason.MALFORMED
+        )
+    return _LENGTH.pack(len(data)) + data
 
 
 def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:

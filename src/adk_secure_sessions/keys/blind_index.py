@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.aead import Aes256Gcm
-from adk_secure_sessions.formats.records import context
+from adk_secure_sessions.formats.records import context, context_parts, numbered_context
 from adk_secure_sessions.hiding import HoldsSecrets
 
 TAG_LENGTH = 16
@@ -65,6 +65,10 @@ class IndexMaster(HoldsSecrets):
 
         The first part is the purpose of the MAC: docs/format.md has a context for each purpose.
         """
+        return self.tag(context_parts(parts), *numbers)
+
+    def tag(self, parts: bytes, *numbers: int) -> bytes:
+        """Return what `mac` returns; *parts* is a result of `context_parts`."""
         mac = self._mac.copy()
-        mac.update(context(parts, *numbers))
+        mac.update(numbered_context(parts, *numbers))
         return mac.finalize()[:TAG_LENGTH]

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import NO_LINK
+from adk_secure_sessions.formats.records import NO_LINK, context_part
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH, IndexMaster
 
 R = TypeVar("R", bound=tuple[Any, ...])
@@ -441,6 +441,9 @@ class Identity(NamedTuple):
         return {"app_tag": self.app_tag, "user_tag": self.user_tag, "session_tag": self.session_tag}
 
 
+_KIND = {one: context_part(one) for one in ("app", "user", "session", "collection", "event")}
+
+
 def identify(
     master: IndexMaster,
     app_name: str,
@@ -448,17 +451,20 @@ def identify(
     session_id: str = "",
     is_collection: bool = False,
 ) -> Identity:
-    tag_of = master.collection if is_collection else master.session
-    session_tag = tag_of(app_name, user_id, session_id)
+    # Each id is a part of several contexts, and is encoded once.
+    app = context_part(app_name)
+    user = app + context_part(user_id)
+    session = user + context_part(session_id)
+    session_tag = master.tag(_KIND["collection" if is_collection else "session"] + session)
     return Identity(
         app_name,
         user_id,
         session_id,
-        master.app(app_name),
-        master.user(app_name, user_id),
+        master.tag(_KIND["app"] + app),
+        master.tag(_KIND["user"] + user),
         session_tag,
-        records.context_parts((SESSIONS.kind, app_name, user_id, session_tag)),
-        records.context_parts((EVENTS.kind, app_name, user_id, session_id)),
+        _KIND[SESSIONS.kind] + user + context_part(session_tag),
+        _KIND[EVENTS.kind] + session,
         is_collection,
     )
 
