@@ -305,6 +305,22 @@ def search_in_a_fork_while_a_thread_has_the_locks(say: Say, url: str) -> None:
     say(ended(started))
 
 
+def collect_the_service_in_a_fork(say: Say, url: str) -> None:
+    service: EncryptedSessionService | None = open_service(url)
+
+    def child() -> None:
+        nonlocal service
+        assert service is not None
+        asyncio.new_event_loop().run_until_complete(append_to(service, "s"))
+        executor: Any = service._unit.executors.data
+        drivers = [pooled.driver_connection for pooled in executor._idle]
+        service = executor = None
+        gc.collect()
+        assert [driver.is_closed() for driver in drivers] == [True]
+
+    say(ended(forked(child)))
+
+
 def fork_with_database_in_memory(say: Say, _url: str) -> None:
     """Its database stays with the parent, so the child may not use it."""
     service = open_service(":memory:")
@@ -326,6 +342,7 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
         *(pytest.param(fork_between_appends, 3, name, marks=pytest.mark.soak) for name in DRIVERS),
         (fork_while_connected, 9, "postgresql"),
         pytest.param(fork_while_connected, 9, "mariadb", marks=pytest.mark.soak),
+        (collect_the_service_in_a_fork, 0, "postgresql"),
         (close_in_a_fork_while_a_thread_has_the_lock, 0, "sqlite"),
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),
         (fork_with_database_in_memory, 0, "sqlite"),

@@ -100,7 +100,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         self._timeout = timeout
         self._idle: list[PoolProxiedConnection] = []  # checked out of the pool, but not in use
         self._slots = self._new_slots()
-        weakref.finalize(self, _close_idle, self._idle, os.getpid())
+        self._finalizer = weakref.finalize(self, _close_idle, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
@@ -151,6 +151,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             _abandoned.extend(self._idle)
             self._idle.clear()
             self._slots = self._new_slots()
+            self._finalizer.detach()  # perhaps it has the id of the parent process
+            self._finalizer = weakref.finalize(self, _close_idle, self._idle, os.getpid())
         return is_first
 
     async def _release_all(self) -> None:
