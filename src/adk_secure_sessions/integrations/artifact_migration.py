@@ -4,7 +4,6 @@ A version in the target has the number, the time, the metadata and the type of t
 source.  So the target itself tells what was copied, and a later run continues there.
 """
 
-import codecs
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -203,15 +202,14 @@ class _ArtifactRun:
                 return "erased", ""
             collection = await self.collections.get(*one.owner, name)
             stored = versions_of(collection) if collection else []
-        copies = self.action == "copy"
         new = one.versions[len(stored) :]
-        if new and not copies:
+        if new and self.action != "copy":
             return (
                 "missing",
                 "it, or its latest version, was not copied: run `migrate artifacts copy`",
             )
         for version, copy in zip(one.versions, stored, strict=False):
-            if not (_is_same(version, copy) and (copies or await self._has_content(version, copy))):
+            if not await self._is_equal(version, copy):
                 return "different", f"version {version.number} {_DIFFERENT}"
         for version in new:
             if not self.dry_run:
@@ -238,8 +236,13 @@ class _ArtifactRun:
 
         await self.collections.append(*owner, name, item)
 
-    async def _has_content(self, version: SourceVersion, copy: Version) -> bool:
-        if copy.blob is None:
+    async def _is_equal(self, version: SourceVersion, copy: Version) -> bool:
+        """Return whether all is equal; the action `copy` does not read the contents."""
+        size = None if version.open is None else version.size
+        values = (version.part, version.metadata, version.time, size)
+        if values != (copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size):
+            return False
+        if copy.blob is None or self.action == "copy":
             return True
         content = self.store.blobs(copy.blob.prefix).read(copy.blob)
         return await _digest(_content(version)) == await _digest(content)
@@ -253,27 +256,13 @@ class _Changed(Exception):
     """A service, or another run, has saved a version in the target meanwhile."""
 
 
-def _is_same(version: SourceVersion, copy: Version) -> bool:
-    """Return whether all is equal, except that the contents are not read."""
-    size = None if version.open is None else version.size
-    values = (version.part, version.metadata, version.time, size)
-    return values == (copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size)
-
-
 async def _content(version: SourceVersion) -> AsyncIterator[bytes]:
-    """Yield the content.  The encrypted service could not read a text that is not UTF-8."""
-    size, decoder = 0, codecs.getincrementaldecoder("utf-8")()
-    is_text = "text" in version.part
+    """Yield the content."""
+    size = 0
     try:
         async for piece in version.pieces():
             size += len(piece)
-            if is_text:
-                decoder.decode(piece)
             yield piece
-        if is_text:
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise _Bad(f"version {version.number} is a text that is not UTF-8") from None
     except ArtifactStoreError as error:
         raise _Bad(f"version {version.number}: {error}") from None
     if size != version.size:

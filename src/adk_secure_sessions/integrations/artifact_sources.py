@@ -98,8 +98,7 @@ class ArtifactSource(ABC):
     async def delete(self, artifact: SourceArtifact) -> None:
         await _in_thread(artifact.delete)
 
-    @abstractmethod
-    async def clean_up(self) -> None:
+    async def clean_up(self) -> None:  # noqa: B027 - only a directory leaves something behind
         """Remove the empty directories of deleted artifacts, also those of a killed run."""
 
 
@@ -313,9 +312,6 @@ class GcsArtifacts(_WalkedInThread):
         self.name: str = bucket_name
         self._client = _new_client() if client is None else client
 
-    async def clean_up(self) -> None:
-        pass  # there are no directories
-
     def _walk(self) -> Iterator[SourceArtifact]:
         # The names are sorted, so the objects of one session are adjacent.  The versions of one
         # artifact are not: "doc/1" and "doc/2" are of "doc", and between them is "doc/1/0".
@@ -354,18 +350,16 @@ def _new_client() -> Any:
 def _blob_version(blob: Any, number: int) -> SourceVersion:
     stored = dict(blob.metadata or {})
     file_uri = stored.get("adkFileUri") or stored.get("file_uri")
-    display_name, is_text = stored.get("adkDisplayName"), stored.get("adkIsText") == "true"
     mime_type = blob.content_type
+    if file_uri and ("adkFileMimeType" in stored or file_uri.startswith("artifact://")):
+        mime_type = stored.get("adkFileMimeType")
+    data = {"mime_type": mime_type, "display_name": stored.get("adkDisplayName")}
+    data = {name: value for name, value in data.items() if value}
+    part: JsonObject = {"inline_data": data}
     if file_uri:
-        of_file = stored.get("adkFileMimeType")
-        is_reference = file_uri.startswith("artifact://")
-        mime_type = of_file if of_file or is_reference else mime_type
-        part: JsonObject = {"file_data": {"file_uri": file_uri}}
-    else:
-        part = {"text": ""} if is_text else {"inline_data": {}}
-    for values in () if "text" in part else part.values():
-        values |= {"mime_type": mime_type} if mime_type else {}
-        values |= {"display_name": display_name} if display_name else {}
+        part = {"file_data": {"file_uri": file_uri, **data}}
+    elif stored.get("adkIsText") == "true":
+        part = {"text": ""}
     internal = ("adkDisplayName", "adkIsText", "adkFileUri", "adkFileMimeType", "file_uri")
     return SourceVersion(
         number,
@@ -403,9 +397,6 @@ class ServiceArtifacts(ArtifactSource):
     ) -> None:
         self.name: str = type(service).__name__
         self._service, self._sessions = service, list(sessions)
-
-    async def clean_up(self) -> None:
-        pass  # nothing was deleted
 
     async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         seen: set[tuple[str | None, ...]] = set()
