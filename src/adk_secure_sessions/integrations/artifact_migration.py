@@ -18,7 +18,6 @@ from adk_secure_sessions.errors import (
     DecryptionError,
     SecureSessionError,
 )
-from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
@@ -27,9 +26,9 @@ from adk_secure_sessions.integrations.artifact_sources import (
 )
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
+    VersionExists,
+    add_version,
     collection_name,
-    new_item,
-    version_count,
     versions_of,
 )
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
@@ -37,7 +36,7 @@ from adk_secure_sessions.maintenance import Database, init
 from adk_secure_sessions.migration.source_walk import Finding, Findings, Fingerprints, packed
 from adk_secure_sessions.results import Result, count, listing
 from adk_secure_sessions.service import check_ids
-from adk_secure_sessions.storage.features.collections import Collection, Collections
+from adk_secure_sessions.storage.features.collections import Collections
 
 # The maximum number of artifacts that are copied or compared at the same time, and of bytes of
 # memory that they take.  A larger artifact takes _LARGEST bytes, because its content is a stream.
@@ -213,28 +212,18 @@ class _ArtifactRun:
                 return "different", f"version {version.number} {_DIFFERENT}"
         for version in new:
             if not self.dry_run:
+                values = {"part": version.part, "metadata": version.metadata, "time": version.time}
+                pieces, address = _content(version) if version.open else None, (*one.owner, name)
                 try:
-                    await self._save(one.owner, name, version)
-                except _Changed:
+                    await add_version(
+                        self.collections, self.store, address, values, pieces, version.number
+                    )
+                except VersionExists:  # a service, or another run, has saved it meanwhile
                     self.is_new = False
                     return await self._visit(one)
             self.result.versions += 1
             self.result.size += version.size
         return ("copied" if new else "equal"), ""
-
-    async def _save(self, owner: tuple[str, str], name: str, version: SourceVersion) -> None:
-        blob = None
-        if version.open is not None:
-            prefix = (await self.collections.database_id()).hex()
-            blob = await self.store.blobs(prefix).write(_content(version))
-        values = {"part": version.part, "metadata": version.metadata, "time": version.time}
-
-        def item(collection: Collection) -> bytes:
-            if version_count(collection) != version.number:
-                raise _Changed
-            return encode_item(new_item(values, blob, collection))
-
-        await self.collections.append(*owner, name, item)
 
     async def _is_equal(self, version: SourceVersion, copy: Version) -> bool:
         """Return whether all is equal; the action `copy` does not read the contents."""
@@ -250,10 +239,6 @@ class _ArtifactRun:
 
 class _Bad(ValueError):
     """An artifact cannot be copied; the text is the reason of a finding."""
-
-
-class _Changed(Exception):
-    """A service, or another run, has saved a version in the target meanwhile."""
 
 
 async def _content(version: SourceVersion) -> AsyncIterator[bytes]:

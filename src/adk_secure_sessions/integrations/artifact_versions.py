@@ -11,20 +11,24 @@ importing google-adk takes seconds.
 """
 
 import json
+from collections.abc import AsyncIterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
+from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.blob_store import BLOB_ID, Blob
-from adk_secure_sessions.storage.features.collections import Collection
+from adk_secure_sessions.integrations.object_store import ArtifactStore
+from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events
 
 _KIND = "artifact"  # the first part of the names of our collections
+Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,11 +88,38 @@ def version_count(collection: Collection) -> int:
     return _version_of_each_item(collection)[-1].versions if collection.size else 0
 
 
-def new_item(values: JsonObject, blob: Blob | None, collection: Collection) -> JsonObject:
-    """Return the JSON of an item that describes a new version with *values*."""
-    number = version_count(collection)
-    values = values | {"version": number, "versions": number + 1}
-    return values if blob is None else values | {"blob": _values(blob)}
+class VersionExists(Exception):
+    """Another task or process has just added the version that `add_version` should add."""
+
+
+async def add_version(
+    collections: Collections,
+    store: ArtifactStore,
+    address: Address,
+    values: JsonObject,
+    pieces: AsyncIterable[bytes] | None,
+    number: int | None = None,
+) -> int:
+    """Store the content as a blob, then the item that names the blob; return the version's number.
+
+    *values* are the other values of the item.  Raise VersionExists if the version would not get the
+    number *number*.  If the item is not stored, `purge blobs` deletes the unused blob.
+    """
+    if pieces is not None:
+        blobs = store.blobs((await collections.database_id()).hex())
+        values = values | {"blob": _values(await blobs.write(pieces))}
+    count = 0
+
+    def item(collection: Collection) -> bytes:
+        nonlocal count
+        count = version_count(collection)
+        if number not in (None, count):
+            raise VersionExists
+        return encode_item(values | {"version": count, "versions": count + 1})
+
+    # If this fails, keep the blob: an attempt whose answer was lost may have stored the item.
+    await collections.append(*address, item)
+    return count
 
 
 @hides_locals

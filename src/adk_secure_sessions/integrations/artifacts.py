@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from contextlib import aclosing, suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
 from google.adk.artifacts.base_artifact_service import ArtifactVersion
@@ -25,9 +25,10 @@ from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.artifact_versions import (
+    Address,
     Version,
+    add_version,
     collection_name,
-    new_item,
     scope_and_name,
     version_count,
     versions_of,
@@ -35,11 +36,9 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.blob_store import Blob
 from adk_secure_sessions.integrations.object_store import AnyStore, as_artifact_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
-from adk_secure_sessions.storage.features.collections import Collection
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 USER_PREFIX = "user:"
 _LEVELS = json_text.MAX_LEVELS - 2  # the item and its field take two levels
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
@@ -313,33 +312,17 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
     async def _save(
         self,
-        address: _Address,
+        address: Address,
         part: JsonObject,
         pieces: AsyncIterable[bytes] | None,
         metadata: dict[str, Any] | None,
     ) -> int:
-        """Store the content as a blob, and then the row that names the blob.
-
-        If the row is not stored, `purge blobs` deletes the unused blob.
-        """
         checked = json_text.exact_values(metadata or {}, _LEVELS, "custom_metadata")
         values = {"part": part, "metadata": checked, "time": time.time()}
         encode_item(values)  # raises ValueError before anything is stored
-        blob = None
-        if pieces is not None:
-            prefix = (await self._collections.database_id()).hex()
-            blob = await self._store.blobs(prefix).write(pieces)
-        numbers: list[int] = []
+        return await add_version(self._collections, self._store, address, values, pieces)
 
-        def item(collection: Collection) -> bytes:
-            numbers.append(version_count(collection))
-            return encode_item(new_item(values, blob, collection))
-
-        # If this fails, keep the blob: an attempt whose answer was lost may have stored the row.
-        await self._collections.append(*address, item)
-        return numbers[-1]
-
-    async def _version(self, address: _Address, number: int | None) -> Version | None:
+    async def _version(self, address: Address, number: int | None) -> Version | None:
         """Return the version *number*, or the latest if *number* is None; None if there is none."""
         collection = await self._collections.get(*address, limit=1)
         if collection is None:
@@ -398,7 +381,7 @@ async def _recording_rejections(
         raise
 
 
-def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> _Address:
+def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> Address:
     """Check the arguments; return where the artifact is stored."""
     check_ids(app_name, user_id, session_id or "", filename=filename)
     if not filename:
