@@ -494,10 +494,6 @@ class AccessCall(AuditedCall):
         self._read_ids = read_ids
         self._ids = ids
 
-    def records_on(self, executor: object) -> bool:
-        """Return whether the changes of this call that run on *executor* must store a record."""
-        return self._trail is not None and self._trail.executor is executor
-
     async def run_recorded(
         self,
         change: str,
@@ -571,7 +567,9 @@ def running_access(executor: object) -> AccessCall | None:
     *executor* is the executor of a data database.
     """
     call = _call.get()
-    return call if isinstance(call, AccessCall) and call.records_on(executor) else None
+    if isinstance(call, AccessCall) and call._trail and call._trail.executor is executor:
+        return call
+    return None
 
 
 def running_command() -> CommandCall | None:

@@ -64,7 +64,7 @@ async def check_key_provider(
     await _check_at_once(make())
     await _check_cancelled(provider, key)
     # The services of one process may run in several event loops, one after another.
-    again = await asyncio.to_thread(lambda: asyncio.run(_unwrap(provider, wrapped)))
+    again = await asyncio.to_thread(lambda: asyncio.run(provider.unwrap(wrapped, _CONTEXT)))
     _rule(again == key, "must work in another event loop")
     _rule(await provider.unwrap(wrapped, _CONTEXT) == key, "must work in its first loop again")
     _check_hidden(provider, hidden)
@@ -143,10 +143,6 @@ async def _check_cancelled(provider: KeyProvider, key: bytes) -> None:
     stopped = call.cancel()
     await asyncio.wait([call])
     _rule(call.cancelled() or not stopped, "must let a cancelled call end")
-
-
-async def _unwrap(provider: KeyProvider, wrapped: bytes) -> bytes:
-    return await provider.unwrap(wrapped, _CONTEXT)
 
 
 def _check_hidden(provider: KeyProvider, hidden: Collection[str | bytes]) -> None:

@@ -68,10 +68,6 @@ def _one_of(*choices: str) -> _Conversion:
     return known.get, f"can only be {' or '.join(choices)}"
 
 
-def _bytes(text: str) -> int | None:
-    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
-
-
 _NAME = _one_of(*NAMES)
 _TEXT: _Conversion = (lambda text: text or None, "has no value")
 _AGE = "must be a number from 1 to 999999 and a unit: s, m, h, d or w, such as 90d"
@@ -86,7 +82,10 @@ _OPTIONS: dict[str, _Conversion] = {
     "allow_http": _one_of("true"),
     "audit_ids": _one_of("blind", "readable"),
     "audit_table": _one_of("true"),
-    "cache_events": (_bytes, "must be a number of bytes"),
+    "cache_events": (
+        lambda text: int(text) if re.fullmatch("[0-9]{1,18}", text) else None,
+        "must be a number of bytes",
+    ),
     "compression": _one_of(*COMPRESSIONS),
     "expires_after": (lambda text: parse_age(text) or None, _AGE),
     "indexed_state_key": _TEXT,
@@ -137,8 +136,13 @@ def parse(uri: str) -> ServiceUri:
             ours[name] += values
         elif name in _DRIVER_OPTIONS[url]:
             of_driver.append(option)
-        else:
-            raise ConfigurationError(_unknown_option(number, name, url))
+        else:  # do not quote the name: a user may write a key there by mistake
+            known = (*_OPTIONS, *sorted(_DRIVER_OPTIONS[url]))
+            close = get_close_matches(name, known, 1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigurationError(
+                f"option {number} of the URI is unknown{meant}: there are {', '.join(known)}"
+            )
         if len(ours.get(name, ())) > 1 and name not in _REPEATED:
             more = f": give older ones as also_{name}" if f"also_{name}" in _REPEATED else ""
             raise ConfigurationError(f"the URI has the option {name!r} more than once{more}")
@@ -169,14 +173,6 @@ def parse(uri: str) -> ServiceUri:
         bool(once["allow_http"]),
         tuple(options.items()),
     )
-
-
-def _unknown_option(number: int, name: str, url: str) -> str:
-    """Return the text of the error, without *name*: a user may write a key there by mistake."""
-    known = (*_OPTIONS, *sorted(_DRIVER_OPTIONS[url]))
-    close = get_close_matches(name, known, 1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    return f"option {number} of the URI is unknown{meant}: there are {', '.join(known)}"
 
 
 # --- The functions that google-adk calls ----------------------------------------------------------

@@ -129,8 +129,7 @@ async def check_blobs(
             listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await stored_wrongly(place, blob, listed):
                 result.missing += 1
-                problem = problem.about(f"its blob {blob.name}")
-                problems.add(events.name, row, problem.reason, problem.detail)
+                problems.add_error(problem.about(f"its blob {blob.name}"), events.name, row)
             elif blob.name in marks:
                 result.marked += 1
                 detail = "its blob is marked as deleted, by another copy of this database"

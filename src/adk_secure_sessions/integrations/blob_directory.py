@@ -132,7 +132,6 @@ class BlobDirectory(BlobStore):
 
     @_in_thread
     def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-        data: bytes | None = None
         try:
             with (
                 self._folder(_PASS) as prefix,
@@ -143,19 +142,17 @@ class BlobDirectory(BlobStore):
                 if stat.S_ISREG(status.st_mode):
                     check_size(status.st_size, size)
                     file.seek(start)
-                    data = file.read(stop - start)
+                    return file.read(stop - start)
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise missing_blob("directory") from None
             if error.errno not in _REPLACED:
                 raise
-        if data is None:
-            raise TamperedError(
-                "a blob was replaced by a link, or by something else that is not a file: find out "
-                "who can write to the directory of artifacts",
-                Reason.MISMATCH,
-            )
-        return data
+        raise TamperedError(
+            "a blob was replaced by a link, or by something else that is not a file: find out who "
+            "can write to the directory of artifacts",
+            Reason.MISMATCH,
+        )
 
     @_in_thread
     def delete(self, name: str) -> None:

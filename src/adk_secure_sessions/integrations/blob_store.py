@@ -65,8 +65,7 @@ class BlobStore(ABC):
     """Stores, reads, lists and deletes the blobs under one prefix of a store.
 
     Every method raises `ArtifactStoreError` if the store fails.  A `BlobStore` can be used in
-    several event loops.  Unless the blobs are in a directory, do not
-    use it in a process that was forked after the library `obstore` was first used.
+    several event loops.
     """
 
     def __init__(self, prefix: str) -> None:

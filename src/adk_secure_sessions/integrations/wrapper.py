@@ -42,7 +42,6 @@ from adk_secure_sessions.errors import (
     PlaintextRefusedError,
     Reason,
     TamperedError,
-    UnknownKeyError,
 )
 from adk_secure_sessions.formats import events, json_text, records
 from adk_secure_sessions.formats.json_text import (
@@ -79,7 +78,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 # In error messages, one of these texts stands for the table of a rejected value.
 EVENTS, STATES = "inner events", "inner states"
 
-_IDS = ("app_name", "user_id", "id")
 _TEXTS = ("id", "invocation_id", "author")  # of an event, for the inner service
 _CHUNK = 64  # events to decrypt before other tasks may run
 _NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
@@ -326,7 +324,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         if event.partial:
             return event
         events.prepare(event, session.state)
-        ids = (session.app_name, session.user_id, session.id)
+        ids = _ids_of(session)
         check_ids(*ids)
         # Parallel agents may append to the same session object: make them take turns.
         async with self._locks.hold(ids):
@@ -339,7 +337,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
             raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
-        stored = _known_inner_session(session) or await self._read_inner_session(session)
+        stored = await self._inner_session(session)
         writer = await self._writer(session.app_name, session.user_id, session.id)
         sealed = writer.seal_event(event, plaintext, writer.seal_states(delta))
         # Give the inner service a copy: it changes the object, even if it then fails to store the
@@ -353,14 +351,18 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         session.state.update(event.actions.state_delta or {})
         session.events.append(event)
 
-    async def _read_inner_session(self, session: Session) -> Session:
-        """Read the inner session for a *session* that was rebuilt, for example from JSON."""
+    async def _inner_session(self, session: Session) -> Session:
+        """Return the inner service's object for *session*."""
+        known: Session | None = getattr(session._storage_update_marker, "session", None)
+        if known is not None and _ids_of(known) == _ids_of(session):
+            return known
+        # *session* was rebuilt, for example from JSON.
         stored = await self._inner.get_session(
             app_name=session.app_name, user_id=session.user_id, session_id=session.id
         )
         if stored is None or stored.id != session.id:
             raise SessionNotFoundError("Session not found.")
-        _check_ids_of(stored, session.app_name, session.user_id, session.id)
+        _require_ids(stored, _ids_of(session))
         ends = [[event.id for event in one.events[-1:]] for one in (session, stored)]
         same_time = not session.events and stored.last_update_time == session.last_update_time
         if ends[0] != ends[1] and not same_time:
@@ -425,14 +427,6 @@ class _Marker(str):
     __hash__ = str.__hash__
 
 
-def _known_inner_session(session: Session) -> Session | None:
-    """Return the inner service's object for *session*, if *session* has one with the same ids."""
-    stored = getattr(session._storage_update_marker, "session", None)
-    if stored is None or any(getattr(stored, one) != getattr(session, one) for one in _IDS):
-        return None
-    return stored  # type: ignore[no-any-return]
-
-
 class _StateScope(NamedTuple):
     """The app's, the user's or the session's state."""
 
@@ -486,7 +480,7 @@ class _Records:
         self, stored: Session, config: GetSessionConfig | None = None
     ) -> Session:
         identity = self._identity
-        _check_ids_of(stored, identity.app_name, identity.user_id, identity.session_id)
+        _require_ids(stored, (identity.app_name, identity.user_id, identity.session_id))
         split = json_text.split_scopes(stored.state)
         session = Session(
             id=stored.id,
@@ -525,21 +519,18 @@ class _Records:
         for name, value in stored.items():
             try:
                 opened.update(self._open_entry(scope, name, value))
-            except UnknownKeyError as error:
+            except DecryptionError as error:
+                shown = scope.prefix + (name if _NAME.fullmatch(name) else "?")
                 # The user was erased, and the user id is used again.  The old entries of the user's
                 # state stay in the inner store, which has no method to delete them.
-                if not (self._is_current and scope is self.user) or (
-                    error.reason is not Reason.UNKNOWN_KEY
-                ):
-                    raise error.located(STATES, scope.prefix + name) from None
+                of_erased_user = self._is_current and scope is self.user
+                if not (of_erased_user and error.reason is Reason.UNKNOWN_KEY):
+                    raise error.located(STATES, shown) from None
                 logger.warning(
                     "an entry of a user's state is left out: its data key does not exist, as after "
                     "an erasure (%s)",
-                    scope.prefix + name,
+                    shown,
                 )
-            except DecryptionError as error:
-                shown = name if _NAME.fullmatch(name) else "?"
-                raise error.located(STATES, scope.prefix + shown) from None
         return opened
 
     def _open_entry(self, scope: _StateScope, name: str, value: object) -> JsonObject:
@@ -556,17 +547,14 @@ class _Records:
         try:
             plaintext = self._keys.open(self._identity.user_tag, context, _from_base64(text))
             event = events.decode(plaintext, _printed(stored.id), table=EVENTS)
-            self._check_fields(stored, event)
+            for name in (*_TEXTS, "turn_complete"):
+                if getattr(stored, name) != getattr(event, name):
+                    raise TamperedError(f"its {name} was modified", Reason.MISMATCH)
+            if not abs(stored.timestamp - event.timestamp) <= _ROUNDING:
+                raise TamperedError("its timestamp was modified", Reason.MISMATCH)
             return event
         except DecryptionError as error:
             raise error.located(EVENTS, _printed(stored.id)) from None
-
-    def _check_fields(self, stored: Event, event: Event) -> None:
-        for name in (*_TEXTS, "turn_complete"):
-            if getattr(stored, name) != getattr(event, name):
-                raise TamperedError(f"its {name} was modified", Reason.MISMATCH)
-        if not abs(stored.timestamp - event.timestamp) <= _ROUNDING:
-            raise TamperedError("its timestamp was modified", Reason.MISMATCH)
 
     def _event_context(self, event_id: str) -> bytes:
         identity = self._identity
@@ -596,8 +584,12 @@ def _from_base64(text: object) -> bytes:
     raise PlaintextRefusedError("not an encrypted record")
 
 
-def _check_ids_of(stored: Session, app_name: str, user_id: str, session_id: str) -> None:
-    if (stored.app_name, stored.user_id, stored.id) != (app_name, user_id, session_id):
+def _ids_of(session: Session) -> tuple[str, str, str]:
+    return session.app_name, session.user_id, session.id
+
+
+def _require_ids(stored: Session, expected: tuple[str, str, str]) -> None:
+    if _ids_of(stored) != expected:
         raise TamperedError(
             "the inner service has returned the session of another app or user, or another session",
             Reason.WRONG_OWNER,

@@ -152,16 +152,14 @@ class Collections:
             raise ValueError("only items before the expected position can be replaced")
         identity = await self._unit.identify(app_name, user_id, name, True)
         await self._feature.ensure()
-        assert isinstance(item, bytes) or expected is None
-        after = expected
         while True:
-            plaintext = item if isinstance(item, bytes) else b""
+            after, plaintext = expected, item
             if after is None:
-                limit = 0 if isinstance(item, bytes) else 1
+                limit = 1 if callable(item) else 0
                 collection = await self._position(app_name, user_id, name, limit)
                 after = collection.version
-                if not isinstance(item, bytes):
-                    plaintext = item(collection)
+                plaintext = item(collection) if callable(item) else item
+            assert isinstance(plaintext, bytes)
             new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
             try:
                 append = AppendEvent(identity, after, new)
@@ -169,7 +167,6 @@ class Collections:
             except (StaleRevision, MissingSession):
                 if expected is not None:
                     raise
-                after = None
 
     async def rewrite(
         self,

@@ -65,8 +65,15 @@ class Expiry:
         An error is logged and counted: the next session that is created tries again.
         """
         try:
-            if await self._index_exists():
-                await self._delete_some(delete)
+            if time.monotonic() < self._paused_until or not await self._index_exists():
+                return
+            now = time.time_ns() // 1000
+            rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
+            expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
+            for app_name, view in expired[:_AT_ONCE]:
+                await delete(app_name, view.user_id, view.session.session_id)
+            if rows and not expired:
+                self._paused_until = time.monotonic() + _PAUSE
         except Exception as error:  # the new session is stored: its call must not fail
             telemetry.count_retry("expiry")
             text = error if isinstance(error, SecureSessionError) else type(error).__name__
@@ -84,17 +91,6 @@ class Expiry:
                 raise ConfigurationError(f"run `{_CREATE_INDEX}` and restart: {error}") from None
             self._has_index = True
         return self._has_index
-
-    async def _delete_some(self, delete: Delete) -> None:
-        if time.monotonic() < self._paused_until:
-            return
-        now = time.time_ns() // 1000
-        rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
-        expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
-        for app_name, view in expired[:_AT_ONCE]:
-            await delete(app_name, view.user_id, view.session.session_id)
-        if rows and not expired:
-            self._paused_until = time.monotonic() + _PAUSE
 
     async def _expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""

@@ -264,7 +264,9 @@ class ImportSession(_Import[ImportStatus]):
         self._events = events
         self._times = times
         # One request inserts the events of one group.
-        self._groups = list(grouped(events, _length, _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
+        self._groups = list(
+            grouped(events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
+        )
         self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
@@ -383,10 +385,6 @@ class ImportSession(_Import[ImportStatus]):
                 return False
             first += len(group)
         return True
-
-
-def _length(event: SourceEvent) -> int:
-    return len(event.plaintext)
 
 
 class ImportState(_Import[ImportStatus]):

@@ -217,13 +217,10 @@ class CorrectIndexed(Write[int]):
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
-        first, *rest = differences.changes(row_id)
         # On a cluster, the lock of the row is known to one node only.
-        identity = attempt.identity
-        claim = claim_session(identity.session_tag)
-        if self.of_user:
-            claim = claim_user(identity.user_tag)
-        yield from apply_changes([*claim, first, *rest])
+        user, session = attempt.identity.user_tag, attempt.identity.session_tag
+        claim = claim_user(user) if self.of_user else claim_session(session)
+        yield from apply_changes([*claim, *differences.changes(row_id)])
         return differences.total
 
 
