@@ -49,14 +49,7 @@ class PassphraseKey(HoldsSecrets):
         ConfigurationError: `passphrase` is empty, or `key_id` is empty or not allowed.
     """
 
-    __slots__ = (
-        "_authentic_header",
-        "_ciphers",
-        "_max_cost",
-        "_new_header",
-        "_passphrase",
-        "key_id",
-    )
+    __slots__ = ("__dict__", "_passphrase")  # crash reporters print what is in `__dict__`
 
     def __init__(
         self,

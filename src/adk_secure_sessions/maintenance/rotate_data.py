@@ -230,7 +230,7 @@ class DataRotationRun(Rotation):
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
-            table = record.column.table.name
+            table = record.column.name
             try:
                 with locating_errors(table, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
@@ -247,7 +247,7 @@ class DataRotationRun(Rotation):
         for record, context, plaintext in old:
             sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
-            require_same(record.column.table.name, record.name, plaintext, again)
+            require_same(record.column.name, record.name, plaintext, again)
             changes.setdefault(record.column, []).append((record, sealed))
         await self._db.unit.change(partial(_replace, changes))
         for column, replaced in changes.items():
@@ -265,7 +265,7 @@ class DataRotationRun(Rotation):
         """
         facts = getattr(error, "reason", None), getattr(error, "table", None)
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
-        if facts != (Reason.UNKNOWN_KEY, record.column.table.name):
+        if facts != (Reason.UNKNOWN_KEY, record.column.name):
             return False
         keys = await self._db.unit.load_data_keys(owner_tag)
         try:

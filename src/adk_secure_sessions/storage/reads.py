@@ -5,9 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, NamedTuple, TypeVar
-
-from sqlalchemy import Table
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
@@ -25,16 +23,17 @@ from adk_secure_sessions.storage.queries import (
     QueryRows,
 )
 from adk_secure_sessions.storage.schema import (
+    APPS,
+    EVENTS,
+    SESSIONS,
+    SNAPSHOTS,
+    USERS,
+    WITNESSES,
     Identity,
     Owner,
+    SealedColumn,
     SessionWithStates,
     StoredSession,
-    apps,
-    events,
-    sessions,
-    snapshots,
-    users,
-    witnesses,
 )
 from adk_secure_sessions.storage.unit_of_work import (
     Attempt,
@@ -345,7 +344,7 @@ class ListEvents(ReadOperation, Generic[E]):
         if self.position is None:
             sealed_rows.check_head(attempt, session, last)
         elif last != self.position.link:
-            raise sealed_rows.other_history().located(sessions.name, session.row.id)
+            raise sealed_rows.other_history().located(SESSIONS.name, session.row.id)
         return Page(decoded[::-1], before)
 
 
@@ -382,13 +381,13 @@ class _Listing(ReadOperation):
             user = owners.get(row.user_row)
             try:
                 if row.tag in tags:
-                    raise sealed_rows.stored_twice(sessions.name, row.id)
+                    raise sealed_rows.stored_twice(SESSIONS.name, row.id)
                 tags.add(row.tag)
                 if user is None:
                     raise TamperedError(
                         "its user's row was removed or cannot be decrypted",
                         Reason.MISSING,
-                        sessions.name,
+                        SESSIONS.name,
                         row.id,
                     )
                 session = sealed_rows.open_session_row(
@@ -585,8 +584,8 @@ class UseKeys(ReadOperation, Generic[E]):
 HeaderCounts = Counter[tuple[str, bytes]]
 
 
-def _count_headers(*records: tuple[Table, bytes]) -> HeaderCounts:
-    return Counter((table.name, record[:HEADER_LENGTH]) for table, record in records)
+def _count_headers(*records: tuple[SealedColumn[Any], bytes]) -> HeaderCounts:
+    return Counter((column.name, record[:HEADER_LENGTH]) for column, record in records)
 
 
 @dataclass(eq=False, repr=False)
@@ -608,9 +607,9 @@ class CheckOwner(ReadOperation):
         owner = sealed_rows.open_uncached(attempt, rows, of_user=self.of_user)
         self.header_counts = Counter()
         if owner and row:
-            table = users if self.of_user else apps
+            column = USERS if self.of_user else APPS
             seal = rows.witnesses[owner.row.tag].seal
-            self.header_counts = _count_headers((table, row.state), (witnesses, seal))
+            self.header_counts = _count_headers((column, row.state), (WITNESSES, seal))
         return owner
 
 
@@ -650,8 +649,8 @@ class CheckSession(GetSession[E]):
     def count_headers(self) -> HeaderCounts:
         """Count the decrypted records of the session."""
         return _count_headers(
-            *((sessions, row.state) for row in self.rows.sessions),
-            *((witnesses, self.rows.witnesses[row.tag].seal) for row in self.rows.sessions),
-            *((snapshots, snapshot.state) for snapshot in self.rows.snapshots.values()),
-            *((events, event[EVENT_RECORD]) for event in self.rows.events),
+            *((SESSIONS, row.state) for row in self.rows.sessions),
+            *((WITNESSES, self.rows.witnesses[row.tag].seal) for row in self.rows.sessions),
+            *((SNAPSHOTS, snapshot.state) for snapshot in self.rows.snapshots.values()),
+            *((EVENTS, event[EVENT_RECORD]) for event in self.rows.events),
         )

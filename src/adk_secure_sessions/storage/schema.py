@@ -353,6 +353,7 @@ class SealedColumn(Generic[R]):
         self.kind: str = kind
         self.row_type: Callable[..., R] = row_type
         self.table: sa.Table = table
+        self.name: str = table.name
         self.value: sa.Column[Any] = columns[-1]
         self.key: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
         self.version: sa.Column[Any] | None = table.c[version] if version else None

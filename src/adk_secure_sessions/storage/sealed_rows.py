@@ -28,6 +28,7 @@ from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_T
 from adk_secure_sessions.storage.schema import (
     APPS,
     COLLECTION,
+    EVENTS,
     NO_SNAPSHOT,
     SESSIONS,
     SNAPSHOTS,
@@ -43,13 +44,7 @@ from adk_secure_sessions.storage.schema import (
     StoredSession,
     UserRow,
     WitnessRow,
-    apps,
-    events,
     locating_errors,
-    sessions,
-    snapshots,
-    users,
-    witnesses,
 )
 from adk_secure_sessions.storage.unit_of_work import Attempt, CachedRow, RowCache
 
@@ -62,11 +57,11 @@ def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """
     identity, row = attempt.identity, rows.app
     if row is None:
-        _reject_if_removed(rows, identity.app_tag, apps.name)
+        _reject_if_removed(rows, identity.app_tag, APPS.name)
         return None
-    _reject_second(rows.apps, apps.name)
+    _reject_second(rows.apps, APPS.name)
     if row.app_name != encode_text(identity.app_name):
-        raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, apps.name, row.id)
+        raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, APPS.name, row.id)
     return open_owner(attempt, rows, row)
 
 
@@ -74,13 +69,13 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the user, or None if it is not stored; raise DecryptionError as `open_app` does."""
     row = rows.user
     if row is None:
-        _reject_if_removed(rows, attempt.identity.user_tag, users.name)
+        _reject_if_removed(rows, attempt.identity.user_tag, USERS.name)
         attempt.forget_user()
         return None
-    _reject_second(rows.users, users.name)
+    _reject_second(rows.users, USERS.name)
     user = open_owner(attempt, rows, row)
     if user.row.tag != attempt.identity.user_tag or user.user_id != attempt.identity.user_id:
-        raise TamperedError("not the requested user", Reason.WRONG_OWNER, users.name, user.row.id)
+        raise TamperedError("not the requested user", Reason.WRONG_OWNER, USERS.name, user.row.id)
     return user
 
 
@@ -98,7 +93,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
         owner = cached.value
     else:
         column, user_id = _column_of(row), ""
-        with locating_errors(column.table.name, row.id):
+        with locating_errors(column.name, row.id):
             context = column.context((attempt.identity.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
@@ -126,7 +121,7 @@ def open_uncached(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner 
 def require_app(app: Owner | None, user: Owner) -> Owner:
     """Return *app*; raise TamperedError if it is not the app that the user's row refers to."""
     if app is None or app.row.id != user.app_row:
-        raise TamperedError("its app's row was removed", Reason.MISSING, users.name, user.row.id)
+        raise TamperedError("its app's row was removed", Reason.MISSING, USERS.name, user.row.id)
     return app
 
 
@@ -155,18 +150,18 @@ def open_session(
     """
     tag, row = attempt.identity.session_tag, rows.session
     if row is None:
-        _reject_if_removed(rows, tag, sessions.name)
+        _reject_if_removed(rows, tag, SESSIONS.name)
         attempt.cache.forget_session(tag)
         return None
     if user is None:
-        raise TamperedError("its user's row was removed", Reason.MISSING, sessions.name, row.id)
-    _reject_second(rows.sessions, sessions.name)
+        raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
+    _reject_second(rows.sessions, SESSIONS.name)
     session = open_session_row(attempt, rows, user, row, with_snapshot=with_snapshot)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         raise TamperedError(
             f"not the requested {'collection' if attempt.identity.is_collection else 'session'}",
             Reason.WRONG_OWNER,
-            sessions.name,
+            SESSIONS.name,
             session.row.id,
         )
     return session
@@ -188,15 +183,15 @@ def open_session_row(
         and row.user_row == user.row.id
         and rows.last_seqs.get(row.id) == row.revision - 1
     ):
-        unchanged = cached.value
-    is_complete = unchanged is not None and (unchanged.snapshot is not None or not with_snapshot)
-    if unchanged and cached and is_complete and witness and cached.witness == witness:
-        return unchanged
+        unchanged = cached
+        is_complete = not with_snapshot or cached.value.snapshot is not None
+        if is_complete and witness and cached.witness == witness:
+            return cached.value
     session = _decrypt_session(attempt, rows, user, row, with_snapshot)
-    with locating_errors(sessions.name, row.id):
+    with locating_errors(SESSIONS.name, row.id):
         _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
         _reject_older(attempt, cached, row.id, row.revision)
-    is_verified = not row.revision or bool(cached and unchanged and cached.last_event_is_verified)
+    is_verified = not row.revision or bool(unchanged and unchanged.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
     attempt.call_after_commit(put)
     return session
@@ -206,7 +201,7 @@ def _decrypt_session(
     attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, with_snapshot: bool
 ) -> StoredSession:
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
-    with locating_errors(sessions.name, row.id):
+    with locating_errors(SESSIONS.name, row.id):
         context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.row.tag, context, row.state)
         session_id, rest = records.split_id(plaintext)
@@ -240,7 +235,7 @@ def _open_snapshot(
     attempt: Attempt, rows: QueryRows, whose: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
-    with locating_errors(snapshots.name, row.id):
+    with locating_errors(SNAPSHOTS.name, row.id):
         if row.base_revision in (NO_SNAPSHOT, COLLECTION):
             if snapshot is not None:
                 kind = "collection" if row.base_revision == COLLECTION else "session"
@@ -277,7 +272,7 @@ def check_events(session: StoredSession, history: list[Row], first: int, last: i
             f"{kinds[0]} {first} to {last} of this {kinds[1]} are expected, each once; some were "
             "added, removed or renumbered",
             Reason.MISMATCH,
-            events.name,
+            EVENTS.name,
             session.row.id,
         )
 
@@ -312,7 +307,7 @@ def open_events(
             previous = plaintext[EVENT_LINK]
             opened.append(plaintext[EVENT_REST])
         except DecryptionError as error:
-            raise error.located(events.name, f"{session_row}, {seq}") from None
+            raise error.located(EVENTS.name, f"{session_row}, {seq}") from None
     if key is not None and attempt.keys.operation is not None:
         attempt.keys.count_decrypted(key, sum(map(len, opened)), began)
     return opened, previous
@@ -327,7 +322,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
     if last is None:
         return
     if last != session.head:
-        raise other_history().located(sessions.name, session.row.id)
+        raise other_history().located(SESSIONS.name, session.row.id)
     attempt.call_after_commit(partial(attempt.cache.set_last_event_verified, session))
 
 
@@ -417,7 +412,7 @@ def seal_events(
 def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
     """Return a record of *event* that can replace the record in *row*, with the same links."""
     seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
-    with locating_errors(events.name, f"{session.row.id}, {seq}"):
+    with locating_errors(EVENTS.name, f"{session.row.id}, {seq}"):
         context = records.numbered_context(
             attempt.identity.event_parts, session.row.id, seq, row[EVENT_TIME]
         )
@@ -435,13 +430,13 @@ def _check_witness(
     witness = rows.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
-            f"its version witness (row of {witnesses.name}) was removed", Reason.MISSING
+            f"its version witness (row of {WITNESSES.name}) was removed", Reason.MISSING
         )
     try:
         context = WITNESSES.context(attempt.identity.ids, witness)
         witness_link = attempt.keys.open(owner_tag, context, witness.seal, records.reject_flags)
     except DecryptionError as error:
-        raise error.about(f"its version witness, {witnesses.name} row {tag.hex()}") from None
+        raise error.about(f"its version witness, {WITNESSES.name} row {tag.hex()}") from None
     if witness.number != number:
         raise TamperedError(
             f"its version witness has number {witness.number} instead of {number}: an older row "

@@ -534,8 +534,7 @@ class UnitOfWork:
                             "try again",
                             retryable=True,
                         ) from None
-                    tag, since = need.owner_tag, need.not_before
-                    row = await self._store_data_key(key_cache, keys, tag, since, keyring_seen)
+                    row = await self._store_data_key(key_cache, keys, need, keyring_seen)
                     stored.append(row.id)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
@@ -681,17 +680,13 @@ class UnitOfWork:
         )
 
     async def _store_data_key(
-        self,
-        key_cache: KeyCache,
-        keys: StagedKeys,
-        owner_tag: bytes,
-        not_before: int,
-        keyring: Keyring,
+        self, key_cache: KeyCache, keys: StagedKeys, need: NeedsDataKey, keyring: Keyring
     ) -> DataKeyRow:
-        """Store a new data key of the owner in the key database; return its row.  *keyring* is the
-        keyring with which the attempt began.
+        """Store the data key that the attempt needs in the key database, and return its row.
+
+        *keyring* is the keyring with which the attempt began.
         """
-        row = keys.new(owner_tag, not_before)
+        row = keys.new(need.owner_tag, need.not_before)
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
         record = partial(_record_data_key, keyring, row)

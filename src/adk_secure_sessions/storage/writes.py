@@ -28,8 +28,10 @@ from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryForms, QueryRows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
+    EVENTS,
     NEVER,
     NO_SNAPSHOT,
+    USERS,
     AppRow,
     Identity,
     Owner,
@@ -39,10 +41,8 @@ from adk_secure_sessions.storage.schema import (
     StoredSession,
     UserRow,
     WitnessRow,
-    events,
     new_row_key,
     parameters,
-    users,
 )
 from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDataKey, apply_changes
 
@@ -93,7 +93,7 @@ def check_app_row(user: Owner, app_row: int) -> None:
     """Raise TamperedError if *app_row* is not the row id of the user's app."""
     if user.app_row != app_row:
         raise TamperedError(
-            "it belongs to another app's row", Reason.WRONG_OWNER, users.name, user.row.id
+            "it belongs to another app's row", Reason.WRONG_OWNER, USERS.name, user.row.id
         )
 
 
@@ -560,7 +560,7 @@ class AppendEvent(Write[StoredSession]):
         for seq, item in self.event.replaced.items():
             if (row := rows.get(seq)) is None:
                 raise TamperedError(
-                    "it was removed", Reason.MISSING, events.name, f"{session.row.id}, {seq}"
+                    "it was removed", Reason.MISSING, EVENTS.name, f"{session.row.id}, {seq}"
                 )
             record = sealed_rows.seal_replacement(attempt, session, row, item)
             values = {"at_session_row": session.row.id, "at_seq": seq, "event": record}
