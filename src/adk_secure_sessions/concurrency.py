@@ -79,7 +79,8 @@ async def await_to_end(
     """Await *task*, and return its result.
 
     If the caller is cancelled, call *on_cancel*, which may make *task* end sooner, wait until
-    *task* has ended, and raise CancelledError.  If *task* has a result, call *on_success* before.
+    *task* has ended, and raise CancelledError.  In any case, call *on_success* if *task* has ended
+    with a result.
     """
     try:
         return await asyncio.shield(task)

@@ -91,7 +91,7 @@ def parse_event_position(after: str | None) -> reads.EventPosition | None:
 
 
 def _match(form: re.Pattern[str], after: str | None) -> re.Match[str] | None:
-    """Return the match of *after*; None if it is None, because this is the first page."""
+    """Return the match of *after*; None for the first page, for which *after* is None."""
     if after is None:
         return None
     match = form.fullmatch(after) if isinstance(after, str) else None

@@ -350,11 +350,10 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     ) -> EventPage:
         """Read at most *limit* events of a session; the cost does not depend on how many it has.
 
-        Each page must join the page before: the position in *after* contains the random link by
-        which the next event names the event before it.  So over all pages, each event is returned
-        exactly once, and an event that was tampered with, removed or replaced is rejected.  Events
-        that are appended meanwhile are the last ones of the order `oldest`, and are not returned in
-        the order `newest`.  ADK has no such method.
+        Over all pages, each event is returned exactly once, and an event that was tampered with,
+        removed or replaced is rejected: *after* contains a random link, by which the next event
+        must name the event before it.  Events that are appended meanwhile come last in the order
+        `oldest`, and are not returned in the order `newest`.  ADK has no such method.
 
         Args:
             app_name: The app's name.

@@ -386,8 +386,8 @@ def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) ->
     If *data* is not a JSON object in UTF-8 within the limits, raise DecryptionError, in which
     *name* stands for *data*.
     """
-    # The parser accepts MAX_LEVELS, and one more level if it is empty.  Lists around *data* use up
-    # the difference, unless it has too few brackets for more than *levels*.
+    # The parser accepts MAX_LEVELS nested levels, and one more if the innermost is empty.  For a
+    # lower limit, lists around *data* use up the other levels, unless *data* has too few brackets.
     outer = MAX_LEVELS - levels + 1 if _brackets(data) > levels else 0
     try:
         value: Any = from_json(b"[" * outer + data + b"]" * outer if outer else data)

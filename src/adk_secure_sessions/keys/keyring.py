@@ -147,8 +147,8 @@ class Keyring(HoldsSecrets):
     # were read.
     row_count: int = -1
     separation: Separation | None = field(default=None, init=False)
-    features: frozenset[str] = field(default=frozenset(), init=False)  # when this was read
-    # With a key database, only maintenance commands know this.
+    # The listed features, and whether the table `secure_audit` exists, when the keyring was read.
+    features: frozenset[str] = field(default=frozenset(), init=False)
     has_audit_table: bool = field(default=False, init=False)
     # The tags of the state keys whose values this process stores in `secure_state_index`.  All
     # keyrings of the process share the set: it grows at any time, also while this is read again.

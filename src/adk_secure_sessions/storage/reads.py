@@ -88,9 +88,9 @@ class GetSession(ReadOperation, Generic[E]):
     the session and the `seq`.  If *after* (microseconds UTC) is given, *limit* is ignored.  Events
     before *after* are decrypted, too: otherwise, a modified time could hide an event.
 
-    If *caches* is True, the events are cached, all readers get the same objects, and only events
-    after the cached ones are read.  If these do not fit to the cached ones, the whole session is
-    read.
+    If *caches* is True, the events are cached, and all readers get the same objects.  If the first
+    events are cached already, only the later ones are read.  If these do not follow the cached
+    ones, the whole session is read.
     """
 
     decode: Callable[[bytes, int, int], E]
@@ -119,7 +119,7 @@ class GetSession(ReadOperation, Generic[E]):
                 rows = await self._read(attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters)
                 try:
                     return await self._open(attempt, rows, cached)
-                except _DoesNotFit:
+                except _DoesNotFollow:
                     attempt.cache.histories.drop(self.identity.session_tag)
         return await self._open(attempt, await self._find(attempt, executors))
 
@@ -186,21 +186,22 @@ class GetSession(ReadOperation, Generic[E]):
     ) -> list[E]:
         """Return the same events as `history`, and cache all events of the session.
 
-        If *cached* does not fit to the rows after it in *rows*, raise `_DoesNotFit`: if a row was
-        tampered with, reading the whole session raises the error.
+        *rows* has the events that follow *cached*, or all.  If they do not follow it, raise
+        `_DoesNotFollow`: the caller reads the whole session, which raises the error if a row was
+        tampered with.
         """
         cache = attempt.cache.histories
         if cached is None:
             if not 0 < session.row.revision == len(rows.events):
                 return await self.history(attempt, rows, session)
         elif cached.row != session.row.id or cached.revision > session.row.revision:
-            raise _DoesNotFit
+            raise _DoesNotFollow
         try:
             events, size = await self._decode_all(attempt, rows, session, cached)
         except DecryptionError as error:
             if cached is None or isinstance(error, UnknownKeyError):
                 raise
-            raise _DoesNotFit from None
+            raise _DoesNotFollow from None
         cached = cached or History(session.row.id, NO_LINK, [], [])
         times = [row[EVENT_TIME] for row in rows.events]
         history = cached.extended(session.head, times, events, size)
@@ -243,8 +244,8 @@ async def _decoded(
     return decoded, size, link
 
 
-class _DoesNotFit(Exception):
-    """The cached events of a session are not the first events of the stored session."""
+class _DoesNotFollow(Exception):
+    """The events that were read do not follow the cached ones in the stored session."""
 
 
 class EventPosition(NamedTuple):

@@ -450,10 +450,10 @@ class UnitOfWork:
         )
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
-        """Attempt *operation* until it succeeds or meets this number of *conflicts*; see `Retries`.
+        """Attempt *operation* until it succeeds, or has had *conflicts* conflicts; see `Retries`.
 
-        If it finds that another process has erased a user whose rows are cached, empty all caches,
-        which may contain more of the user.
+        If a cached user is not stored any more, another process has erased the user.  Then empty
+        all caches, which may contain other rows of the user.
         """
         opened = await self._current()
         try:

@@ -56,8 +56,9 @@ OVERLAY_LIMIT = 8 * 1024
 
 
 class DuplicateSession(Exception):
-    """A session with this id is already stored; it *may_have_expired* by its stored expiry time,
-    which was not authenticated.
+    """A session with this id is already stored.
+
+    It *may_have_expired* if it has an expiry time, which was not authenticated.
     """
 
     def __init__(self, *, may_have_expired: bool = False) -> None:

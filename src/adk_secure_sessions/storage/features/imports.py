@@ -215,7 +215,7 @@ class _Import(Write[T]):
     def _status(
         self, table: str, stored: StoredSession | Owner, row: MigratedRow, *, is_untouched: bool
     ) -> ImportStatus:
-        """Return the status of *stored*, which has the row *row*; only if it is due, replace it.
+        """Return the status of *stored*, whose import *row* recorded.
 
         Raises TamperedError if the stored row is older than the imported one.
         """
