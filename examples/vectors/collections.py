@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from adk_secure_sessions import EncryptedSessionService
@@ -62,9 +62,14 @@ async def _write(path: Path) -> None:
     async with EncryptedSessionService(url, first) as service:
         await service.create_session(app_name=CLINIC, user_id=ADA, session_id=LIST)
         await _append(service, _BY_AES)
-        await service.collections._position(CLINIC, BOB, EMPTY)
+        with suppress(EOFError):
+            await service.collections.append(CLINIC, BOB, EMPTY, _no_item)
     async with EncryptedSessionService(url, second, [first]) as service:
         await _append(service, _BY_FERNET)
+
+
+def _no_item(_: object) -> bytes:
+    raise EOFError
 
 
 async def _append(
@@ -72,11 +77,11 @@ async def _append(
 ) -> None:
     for user, name, item, replaced in appends:
         stored = await service.collections.get(CLINIC, user, name, limit=0)
-        await service.collections.append(
-            CLINIC, user, name, encode_item(item),
-            expected=stored and stored.version,
-            replaced={number: encode_item(new) for number, new in replaced.items()},
-        )  # fmt: skip
+        new, changed = encode_item(item), {n: encode_item(one) for n, one in replaced.items()}
+        if stored is None:
+            await service.collections.append(CLINIC, user, name, new)
+        else:
+            await service.collections.append_at(stored.version, CLINIC, user, name, new, changed)
 
 
 def _contents() -> list[Json]:

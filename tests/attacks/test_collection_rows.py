@@ -329,9 +329,7 @@ async def test_older_version_of_a_replaced_item_is_left_to_the_application(victi
         found = await service.collections.get(APP, "ada", "one", limit=0)
         assert found is not None
         replaced = {1: encode_item({})}
-        await service.collections.append(
-            APP, "ada", "one", NEW, expected=found.version, replaced=replaced
-        )
+        await service.collections.append_at(found.version, APP, "ada", "one", NEW, replaced)
     copy = victim.path.with_name("whole.db")
     victim.take(copy, "secure_events", f"session_row = {OF.format('one')} AND seq = 1")
     async with victim.service() as service:

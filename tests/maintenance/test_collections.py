@@ -234,7 +234,7 @@ async def append_meanwhile(service: EncryptedSessionService, done: asyncio.Event
         if number % 3 == 0:
             replaced = {at.revision - 1: encode_item({"replaced": number - 1})}
             item = encode_item({"names": number - 1})
-            await service.collections.append(APP, "ada", "c", item, expected=at, replaced=replaced)
+            await service.collections.append_at(at, APP, "ada", "c", item, replaced)
         await asyncio.sleep(0.002)
         if number > 400:
             break

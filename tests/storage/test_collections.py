@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, verify
-from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES
+from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES, Collection
 from adk_secure_sessions.storage.schema import SessionVersion
 from adk_secure_sessions.storage.writes import StaleRevision
 from tests.faults import Point, with_faults
@@ -82,9 +82,9 @@ async def test_concurrent_appends_lose_no_item(service: EncryptedSessionService,
 
 async def test_append_at_an_old_position_is_rejected(service: EncryptedSessionService) -> None:
     at = await fill(service)
-    await service.collections.append(APP, "ada", "c", ITEMS[0], expected=at)
+    await service.collections.append_at(at, APP, "ada", "c", ITEMS[0])
     with pytest.raises(StaleRevision):
-        await service.collections.append(APP, "ada", "c", ITEMS[1], expected=at)
+        await service.collections.append_at(at, APP, "ada", "c", ITEMS[1])
 
 
 async def test_replaced_items_are_not_stored_any_more(
@@ -92,9 +92,7 @@ async def test_replaced_items_are_not_stored_any_more(
 ) -> None:
     at = await fill(service)
     gone = encode_item({})
-    await service.collections.append(
-        APP, "ada", "c", ITEMS[4], expected=at, replaced={1: gone, 3: gone}
-    )
+    await service.collections.append_at(at, APP, "ada", "c", ITEMS[4], {1: gone, 3: gone})
     async with EncryptedSessionService(url, BACKEND) as reader:
         found = await reader.collections.get(APP, "ada", "c")
     assert found is not None
@@ -120,7 +118,7 @@ async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None
         *_, at = [await append(APP, "ada", "c", encode_item({"n": n})) for n in range(250)]
         reads = faults.data.counts[Point.READ]
         replaced = {n: encode_item({"new": n}) for n in range(250)}
-        await append(APP, "ada", "c", ITEMS[0], expected=at, replaced=replaced)
+        await service.collections.append_at(at, APP, "ada", "c", ITEMS[0], replaced)
         assert faults.data.counts[Point.READ] - reads == 3  # the collection, and 200 and 50 items
         found = await service.collections.get(APP, "ada", "c")
         assert found is not None
@@ -129,10 +127,9 @@ async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None
 
 async def test_only_earlier_items_are_replaced(service: EncryptedSessionService) -> None:
     at = await fill(service)
-    append = service.collections.append
-    for number, expected in ((5, at), (-1, at), (1, None)):
+    for number in (5, -1):
         with pytest.raises(ValueError, match="replaced"):
-            await append(APP, "ada", "c", ITEMS[0], expected=expected, replaced={number: ITEMS[0]})
+            await service.collections.append_at(at, APP, "ada", "c", ITEMS[0], {number: ITEMS[0]})
     found = await service.collections.get(APP, "ada", "c")
     assert found is not None
     assert found.items == tuple(ITEMS)
@@ -148,10 +145,15 @@ async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) 
             await service.collections.append(APP, "ada", longest + character, ITEMS[0])
 
 
+def stop(_: Collection) -> bytes:
+    raise EOFError
+
+
 async def test_collection_without_items_is_not_there(file_url: str) -> None:
     """The process that was creating it has stopped before it stored the first item."""
     async with EncryptedSessionService(file_url, BACKEND) as service:
-        await service.collections._position(APP, "ada", "c")
+        with pytest.raises(EOFError):
+            await service.collections.append(APP, "ada", "c", stop)
         assert await service.collections.of_user(APP, "ada") == []
         assert await service.collections.get(APP, "ada", "c") is None
         await fill(service)

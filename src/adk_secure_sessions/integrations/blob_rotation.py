@@ -166,7 +166,7 @@ class _BlobRotationRun(DataRotationRun):
                 now.items[version.item], version.number, version_count(now), new, self.result.since
             )
             try:
-                at = await self._collections.append(*ids[:3], item, expected=now.version)
+                at = await self._collections.append_at(now.version, *ids[:3], item)
                 return now._replace(version=at, items=(*now.items, item))
             except (writes.MissingSession, writes.StaleRevision):
                 now = await self._collections.get(*ids[:3])

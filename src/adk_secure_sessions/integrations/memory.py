@@ -352,9 +352,8 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     else:
                         plaintexts = await _encoded(replaced.values())
                         changed = dict(zip(replaced, plaintexts, strict=True))
-                        await self._collections.append(
-                            *address, encode_item(item.values()), expected=version, replaced=changed
-                        )
+                        values = encode_item(item.values())
+                        await self._collections.append_at(version, *address, values, changed)
                         with memory.lock:
                             if memory.version == version:
                                 memory.apply(item, adk_version)

@@ -126,47 +126,52 @@ class Collections:
         return collection if collection and collection.size else None
 
     async def append(
-        self,
-        app_name: str,
-        user_id: str,
-        name: str,
-        item: bytes | Callable[[Collection], bytes],
-        *,
-        expected: SessionVersion | None = None,
-        replaced: Mapping[int, bytes] | None = None,
+        self, app_name: str, user_id: str, name: str, item: bytes | Callable[[Collection], bytes]
     ) -> SessionVersion:
         """Append an item to a collection, and return the collection's row id and new revision.
 
         If the collection, its user or its app does not exist, create it.  If *item* is a function,
         it returns the plaintext.  It is called before each attempt, with the collection and its
-        last item, if any.  Without *expected*, the item is appended at any revision.
-
-        *replaced* are new contents for items before *expected*, by number from 0.  A replaced item
-        keeps its number, its time and its links, so this module does not detect a replay of its old
-        record.  The caller must: it stores a new random value in each replaced item and in the
-        appended one, and compares the two when it reads the items.
+        last item, if any.
         """
         if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
-        if replaced and not (expected and set(replaced) <= set(range(expected.revision))):
-            raise ValueError("only items before the expected position can be replaced")
         identity = await self._unit.identify(app_name, user_id, name, True)
         await self._feature.ensure()
         while True:
-            after, plaintext = expected, item
-            if after is None:
-                limit = 1 if callable(item) else 0
-                collection = await self._position(app_name, user_id, name, limit)
-                after = collection.version
-                plaintext = item(collection) if callable(item) else item
-            assert isinstance(plaintext, bytes)
-            new = NewEvent(plaintext, time.time_ns() // 1000, {}, {}, {}, replaced or {})
+            collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
             try:
-                append = AppendEvent(identity, after, new)
-                return (await self._unit.run(append)).id_and_revision
-            except (StaleRevision, MissingSession):
-                if expected is not None:
-                    raise
+                if collection is None:
+                    creation = CreateSession(identity, {}, {}, b"{}", time.time_ns() // 1000)
+                    created = await self._unit.run(creation)
+                    collection = Collection(name, created.session.id_and_revision)
+                plaintext = item if isinstance(item, bytes) else item(collection)
+                return await self.append_at(collection.version, app_name, user_id, name, plaintext)
+            except (DuplicateSession, StaleRevision, MissingSession):
+                pass  # another task or process has just changed the collection
+
+    async def append_at(
+        self,
+        expected: SessionVersion,
+        app_name: str,
+        user_id: str,
+        name: str,
+        item: bytes,
+        replaced: Mapping[int, bytes] = {},
+    ) -> SessionVersion:
+        """Append *item* if the collection is as *expected*: see `AppendEvent`.
+
+        *replaced* are new contents for earlier items, by number from 0.  A replaced item keeps its
+        number, its time and its links, so this module does not detect a replay of its old record.
+        The caller must: it stores a new random value in each replaced item and in the appended one,
+        and compares the two when it reads the items.
+        """
+        if not set(replaced) <= set(range(expected.revision)):
+            raise ValueError("only items before the expected position can be replaced")
+        identity = await self._unit.identify(app_name, user_id, name, True)
+        await self._feature.ensure()
+        new = NewEvent(item, time.time_ns() // 1000, {}, {}, {}, replaced)
+        return (await self._unit.run(AppendEvent(identity, expected, new))).id_and_revision
 
     async def rewrite(
         self,
@@ -191,19 +196,6 @@ class Collections:
             return None
         view, items = loaded
         return Collection(identity.session_id, view.session.id_and_revision, tuple(items))
-
-    async def _position(self, app_name: str, user_id: str, name: str, limit: int = 0) -> Collection:
-        """Return the collection and its last *limit* items; create a missing collection."""
-        identity = await self._unit.identify(app_name, user_id, name, True)
-        while True:
-            if (collection := await self._read(identity, limit)) is not None:
-                return collection
-            try:
-                now = time.time_ns() // 1000
-                created = await self._unit.run(CreateSession(identity, {}, {}, b"{}", now))
-                return Collection(identity.session_id, created.session.id_and_revision)
-            except DuplicateSession:
-                pass  # another task or process has just created the collection
 
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
