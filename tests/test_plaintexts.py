@@ -14,8 +14,6 @@ from adk_secure_sessions.formats.records import (
     FLAGS,
     LINK_LENGTH,
     NO_LINK,
-    OwnerFields,
-    SessionFields,
     join_owner,
     join_session,
     new_link,
@@ -41,14 +39,12 @@ def test_id_and_rest_are_split_again(identifier: str, rest: bytes) -> None:
 def test_fields_of_an_owner_are_split_again(
     link: bytes, key_ids: tuple[int, ...], state: bytes
 ) -> None:
-    fields = OwnerFields(link, key_ids, state)
-    assert split_owner(join_owner(fields)) == fields
+    assert split_owner(join_owner(link, key_ids, state)) == (link, key_ids, state)
 
 
 @given(LINKS, LINKS, st.binary())
 def test_fields_of_a_session_are_split_again(head: bytes, snapshot: bytes, overlay: bytes) -> None:
-    fields = SessionFields(head, snapshot, overlay)
-    assert split_session(join_session(fields)) == fields
+    assert split_session(join_session(head, snapshot, overlay)) == (head, snapshot, overlay)
 
 
 @given(LINKS, st.binary())

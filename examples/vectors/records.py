@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from cryptography.fernet import Fernet
 
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import NO_LINK, OwnerFields, SessionFields
+from adk_secure_sessions.formats.records import NO_LINK
 from examples.vectors.contexts import ADA, BOB, CONTEXTS, EVENT, Context
 from examples.vectors.fixed import (
     LARGEST,
@@ -54,14 +54,12 @@ _SEALED, _LOST, _CLEAR_TEXT = "TamperedError", "UnknownKeyError", "PlaintextRefu
 _JSON = b'{"step":1}'
 _FIRST, _LAST, _SNAPSHOT, _APP, _USER = (counting(first, 16) for first in range(0, 0xA0, 0x20))
 _EVENT_TEXT = _LAST + _FIRST + b'\x061.28.0{"author":"user","id":"e-1"}'
-_STATE_OF_ADA = OwnerFields(_USER, (1, 2), b'{"allergies":["penicillin"]}')
+_STATE_OF_ADA = records.join_owner(_USER, (1, 2), b'{"allergies":["penicillin"]}')
 # Without the flags byte.
 _PLAINTEXTS = {
-    "app": records.join_owner(OwnerFields(_APP, (7,), _JSON)),
-    "user": records.with_id("ada", records.join_owner(_STATE_OF_ADA)),
-    "session": records.with_id(
-        "first visit", records.join_session(SessionFields(_LAST, _SNAPSHOT, _JSON))
-    ),
+    "app": records.join_owner(_APP, (7,), _JSON),
+    "user": records.with_id("ada", _STATE_OF_ADA),
+    "session": records.with_id("first visit", records.join_session(_LAST, _SNAPSHOT, _JSON)),
     "base": _SNAPSHOT + b'{"notes":"..."}',
     "event": _EVENT_TEXT,
     "witness": _USER,
@@ -147,7 +145,7 @@ def _accept() -> Iterator[Json]:
         note = "ids are bound as their UTF-8, as they are (a surrogate: its three bytes)"
         yield _accepted(name, note, EVENT.replacing(**changes))
     session = CONTEXTS["session"]
-    new = records.join_session(SessionFields(NO_LINK, NO_LINK, _JSON))
+    new = records.join_session(NO_LINK, NO_LINK, _JSON)
     yield _accepted("base_revision -1", "no snapshot: a negative integer",
                     session.replacing(base_revision=-1, revision=0),
                     records.with_id("first visit", new))  # fmt: skip

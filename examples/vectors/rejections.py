@@ -13,7 +13,7 @@ from typing import Any
 
 from adk_secure_sessions import StaticKey
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import LINK_LENGTH, NO_LINK, OwnerFields, SessionFields
+from adk_secure_sessions.formats.records import LINK_LENGTH, NO_LINK
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow, open_keyring
 from examples.vectors.database import ADA, AES_KEY, ARCHIVE, BOB, CLINIC, EMPTY, FERNET_KEY, VISIT
@@ -191,8 +191,8 @@ def _owner(**changes: object) -> Edit:
         user_id = changes.get("user_id")
         if user_id is not None:
             _, rest = records.split_id(rest)
-        kept = {name: value for name, value in changes.items() if name != "user_id"}
-        new = records.join_owner(records.split_owner(rest)._replace(**kept))  # type: ignore[arg-type]
+        fields = zip(("link", "key_ids", "state"), records.split_owner(rest), strict=True)
+        new = records.join_owner(*(changes.get(name, value) for name, value in fields))  # type: ignore[arg-type]
         if user_id is not None:
             new = records.with_id(str(user_id), new)
         return records.FLAGS + new
@@ -203,8 +203,10 @@ def _owner(**changes: object) -> Edit:
 def with_fields(of: Session, **changes: bytes) -> Edit:
     def edit(plaintext: bytes) -> bytes:
         _, rest = records.split_id(plaintext[1:])
-        fields = records.split_session(rest)._replace(**changes)
-        return records.FLAGS + records.with_id(of[2], records.join_session(fields))
+        names = ("head", "snapshot_link", "overlay")
+        fields = zip(names, records.split_session(rest), strict=True)
+        new = records.join_session(*(changes.get(name, value) for name, value in fields))
+        return records.FLAGS + records.with_id(of[2], new)
 
     return edit
 
@@ -350,12 +352,12 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
         "user whose id is longer than the rest": (forger.user(at(0, b"\xff" * 4)), _VISIT),
         "user with another id":
             (forger.user(_whole(records.with_id(BOB, records.join_owner(
-                OwnerFields(OTHER_LINK, (), b"{}"))))), _VISIT),
+                OTHER_LINK, (), b"{}")))), _VISIT),
         "session that ends inside its head":
             (forger.session(_VISIT, _whole(records.with_id(VISIT, bytes(31)))), _VISIT),
         "session with another id":
             (forger.session(_VISIT, _whole(records.with_id(ARCHIVE, records.join_session(
-                SessionFields(NO_LINK, NO_LINK, b"{}"))))), _VISIT),
+                NO_LINK, NO_LINK, b"{}")))), _VISIT),
         "snapshot that ends inside its link": (forger.snapshot(_ARCHIVE, _whole(b"{}")), _ARCHIVE),
     }  # fmt: skip
     for name, (statement, of) in malformed.items():

@@ -12,15 +12,7 @@ import time
 
 from adk_secure_sessions import EncryptionBackend
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import (
-    NO_LINK,
-    OwnerFields,
-    SessionFields,
-    join_owner,
-    join_session,
-    new_link,
-    with_id,
-)
+from adk_secure_sessions.formats.records import NO_LINK, join_owner, join_session, new_link, with_id
 from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
 from adk_secure_sessions.storage.schema import (
@@ -68,8 +60,8 @@ class ForgedKey:
         link = new_link()
         user = UserRow(row, app_row, tag, version, b"")
         context = USERS.context((VISIT.app_name,), user)
-        fields = OwnerFields(link, (self.row.id,), _JSON)
-        state = self.seal(context, with_id(VISIT.user_id, join_owner(fields)))
+        fields = join_owner(link, (self.row.id,), _JSON)
+        state = self.seal(context, with_id(VISIT.user_id, fields))
         db.run("UPDATE secure_users SET state = :state WHERE id = :alice", state=state)
         context = WITNESSES.context((VISIT.app_name,), WitnessRow(tag, version, b""))
         seal = self.seal(context, link)
@@ -80,8 +72,8 @@ class ForgedKey:
         columns = ", ".join(SessionRow._fields)
         (row,) = db.rows(f"SELECT {columns} FROM secure_sessions WHERE id = :visit")
         context = SESSIONS.context((VISIT.app_name, VISIT.user_id), SessionRow(*row))
-        fields = SessionFields(secrets.token_bytes(16), NO_LINK, _JSON)
-        state = self.seal(context, with_id(VISIT.session_id, join_session(fields)))
+        fields = join_session(secrets.token_bytes(16), NO_LINK, _JSON)
+        state = self.seal(context, with_id(VISIT.session_id, fields))
         db.run("UPDATE secure_sessions SET state = :state WHERE id = :visit", state=state)
 
 

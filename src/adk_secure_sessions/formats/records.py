@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct, error
-from typing import Literal, NamedTuple, Never, Protocol
+from typing import Literal, Never, Protocol
 
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -357,31 +357,6 @@ EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
 _KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
 
 
-class OwnerFields(NamedTuple):
-    """The fields in the plaintext of an app's or a user's row.
-
-    *link* is the link that the row shares with its version witness; new in each version.  *key_ids*
-    are the ids of the data keys that may encrypt new records of this owner: one for each backend
-    that writes.  *state* is JSON.
-    """
-
-    link: bytes
-    key_ids: tuple[int, ...]
-    state: bytes
-
-
-class SessionFields(NamedTuple):
-    """The fields in the plaintext of a session's row; *overlay* is JSON.
-
-    *head* is the link of the last event, and *snapshot_link* that of the snapshot; `NO_LINK` if
-    there is none.
-    """
-
-    head: bytes
-    snapshot_link: bytes
-    overlay: bytes
-
-
 def new_link() -> bytes:
     """Return a new link: 16 random bytes."""
     return os.urandom(LINK_LENGTH)
@@ -401,30 +376,31 @@ def split_id(plaintext: bytes) -> tuple[str, bytes]:
     raise _malformed()
 
 
-def join_owner(fields: OwnerFields) -> bytes:
-    """Join *fields* to the bytes that an owner's plaintext contains; at most 255 key ids fit."""
-    ids = fields.key_ids
-    return fields.link + _KEY_IDS[len(ids)].pack(len(ids), *ids) + fields.state
+def join_owner(link: bytes, key_ids: tuple[int, ...], state: bytes) -> bytes:
+    """Join the fields of an app or a user to its plaintext; at most 255 key ids fit."""
+    return link + _KEY_IDS[len(key_ids)].pack(len(key_ids), *key_ids) + state
 
 
-def split_owner(data: bytes) -> OwnerFields:
+def split_owner(data: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
+    """Return the link, the key ids and the state that `join_owner` has joined."""
     try:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
     except (IndexError, error):
         raise _malformed() from None
-    return OwnerFields(data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :])
+    return data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :]
 
 
-def join_session(fields: SessionFields) -> bytes:
-    return fields.head + fields.snapshot_link + fields.overlay
+def join_session(head: bytes, snapshot_link: bytes, overlay: bytes) -> bytes:
+    return head + snapshot_link + overlay
 
 
-def split_session(data: bytes) -> SessionFields:
+def split_session(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the head, the link of the snapshot and the overlay of a session."""
     if len(data) < 2 * LINK_LENGTH:
         raise _malformed()
     end = 2 * LINK_LENGTH
-    return SessionFields(data[:LINK_LENGTH], data[LINK_LENGTH:end], data[end:])
+    return data[:LINK_LENGTH], data[LINK_LENGTH:end], data[end:]
 
 
 def split_link(data: bytes) -> tuple[bytes, bytes]:

@@ -258,7 +258,8 @@ async def records_of_owner(
         plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
         if table is users:
             _, plaintext = split_id(plaintext)
-        keys.choose_current(stored.tag, split_owner(plaintext).key_ids)
+        _, key_ids, _ = split_owner(plaintext)
+        keys.choose_current(stored.tag, key_ids)
     return [EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
 
 

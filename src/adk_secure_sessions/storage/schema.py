@@ -473,8 +473,9 @@ def identify(
 class Owner(NamedTuple):
     """An owner of data keys: a decrypted row of `secure_apps` or `secure_users`.
 
-    The row shares the random value *link* with its version witness.  *key_ids* are the ids of the
-    data keys that may encrypt new records of this owner.  An app has the user id "".
+    The row shares the random value *link* with its version witness; each version has a new one.
+    *key_ids* are the ids of the data keys that may encrypt new records of this owner: one for each
+    backend that writes.  An app has the user id "".
     """
 
     row: AppRow | UserRow

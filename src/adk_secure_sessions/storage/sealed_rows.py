@@ -15,9 +15,7 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     LINK_LENGTH,
     NO_LINK,
-    OwnerFields,
     Packing,
-    SessionFields,
     encode_text,
     open_plaintext,
     packing_of,
@@ -98,10 +96,10 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             rest = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
                 user_id, rest = records.split_id(rest)
-            fields = records.split_owner(rest)
-            _check_witness(attempt, rows, row.tag, row.tag, row.version, fields.link)
+            link, key_ids, state = records.split_owner(rest)
+            _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
-        owner = Owner(row, user_id, fields.state, fields.link, fields.key_ids)
+        owner = Owner(row, user_id, state, link, key_ids)
         attempt.call_after_commit(partial(attempt.cache.put_owner, witness, owner))
     attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
@@ -205,11 +203,11 @@ def _decrypt_session(
         context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.row.tag, context, row.state)
         session_id, rest = records.split_id(plaintext)
-        fields = records.split_session(rest)
+        head, snapshot_link, overlay = records.split_session(rest)
         if row.user_row != user.row.id:
             raise TamperedError("it belongs to another user", Reason.WRONG_OWNER)
         has_snapshot = row.base_revision not in (NO_SNAPSHOT, COLLECTION)
-        if not has_snapshot and fields.snapshot_link != NO_LINK:
+        if not has_snapshot and snapshot_link != NO_LINK:
             raise TamperedError(
                 "it names a snapshot and has none: its writer is faulty", Reason.MALFORMED
             )
@@ -225,10 +223,8 @@ def _decrypt_session(
     whose = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
     if with_snapshot or not has_snapshot:
-        snapshot = _open_snapshot(attempt, rows, whose, user, row, fields.snapshot_link)
-    return StoredSession(
-        row, session_id, fields.overlay, snapshot, fields.head, fields.snapshot_link
-    )
+        snapshot = _open_snapshot(attempt, rows, whose, user, row, snapshot_link)
+    return StoredSession(row, session_id, overlay, snapshot, head, snapshot_link)
 
 
 def _open_snapshot(
@@ -336,7 +332,7 @@ def other_history() -> TamperedError:
 
 def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
     """Return *owner* with a new record in its row."""
-    plaintext = records.join_owner(OwnerFields(owner.link, owner.key_ids, owner.state))
+    plaintext = records.join_owner(owner.link, owner.key_ids, owner.state)
     if owner.is_user:
         plaintext = with_id(owner.user_id, plaintext)
     row = owner.row
@@ -366,8 +362,8 @@ def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     """Return *session* with a new record in its row."""
     identity = attempt.identity
     context = records.numbered_context(identity.session_parts, *SESSIONS.numbers(session.row))
-    fields = SessionFields(session.head, session.snapshot_link, session.overlay)
-    plaintext = with_id(identity.session_id, records.join_session(fields))
+    fields = records.join_session(session.head, session.snapshot_link, session.overlay)
+    plaintext = with_id(identity.session_id, fields)
     record = attempt.keys.seal(identity.user_tag, context, plaintext)
     row = SessionRow(*session.row[:-1], record)
     return StoredSession(row, *session[1:])  # `_replace` takes four times as long
