@@ -303,7 +303,7 @@ def test_decryption_error_of_a_cipher_passes_unchanged(unpack: Unpack) -> None:
 @pytest.mark.parametrize(
     ("read", "reason"),
     [
-        (lambda: records.binary("text"), Reason.MALFORMED),
+        (lambda: records.require_bytes("text"), Reason.MALFORMED),
         (lambda: records.decode_text(1), Reason.MALFORMED),
         (lambda: records.decode_text(b"\xff"), Reason.MALFORMED),
         (lambda: context(("event",), 1.0), Reason.MALFORMED),  # type: ignore[arg-type]

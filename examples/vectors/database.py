@@ -162,7 +162,7 @@ def fixed() -> Iterator[None]:
         f"{package}.storage.opening.time": clock,
         f"{package}.storage.schema.secrets": secrets_,
         f"{package}.storage.schema.time": clock,
-        f"{package}.storage.schema._last_row_key": 0,
+        f"{package}.storage.schema._last_row_id": 0,
         f"{package}.storage.features.collections.time": clock,
         f"{package}.service.platform_time": clock,
         f"{package}.formats.events.encode": _encode,

@@ -10,7 +10,7 @@ from typing import Any
 
 from adk_secure_sessions.crypto.aead import NONCE_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.formats.records import binary, context
+from adk_secure_sessions.formats.records import context, require_bytes
 
 CHAIN_LENGTH = 16
 AUDIT_LINK_LENGTH = 32
@@ -40,7 +40,7 @@ def seal_record(
 
 def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[bytes, dict[str, Any]]:
     """Return the link of the record before *record*, and the fields in *record*."""
-    data = binary(record)
+    data = require_bytes(record)
     if not data.startswith(_VERSION) or len(data) > MAX_RECORD:
         raise TamperedError("the audit record is malformed", Reason.MALFORMED)
     plaintext = cipher.decrypt(data[len(_VERSION) :], _VERSION + context)

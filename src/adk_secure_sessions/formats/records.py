@@ -221,12 +221,12 @@ def encode_text(text: str) -> bytes:
 
 def decode_text(data: object) -> str:
     try:
-        return binary(data).decode("utf-8", "surrogatepass")
+        return require_bytes(data).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise TamperedError("its text is not UTF-8", Reason.MALFORMED) from None
 
 
-def binary(value: object) -> bytes:
+def require_bytes(value: object) -> bytes:
     """Return *value*, which was read from a binary column; TamperedError if it is not bytes.
 
     SQLite stores any type in any column, so a modified row may hold another type.

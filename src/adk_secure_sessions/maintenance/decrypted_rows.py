@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
-    binary,
     decode_text,
+    require_bytes,
     split_id,
     split_owner,
 )
@@ -145,7 +145,7 @@ async def read_owner(
     """
     of_user = table is users
     with locating_errors(table.name, row.id):
-        app_name, tag = app_name_of(row.app_name), binary(row.tag)
+        app_name, tag = app_name_of(row.app_name), require_bytes(row.tag)
         identity = await db.unit.identify(app_name)
         if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)

@@ -12,11 +12,11 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, UnknownKeyError
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
-    binary,
     build_header,
     header_ids,
     keep_packed,
     reject_flags,
+    require_bytes,
 )
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
@@ -162,7 +162,7 @@ class DataRotationRun(Rotation):
 
     async def _rotate_owner(self, table: sa.Table, row: OwnerRow) -> None:
         with locating_errors(table.name, row.id):
-            tag = binary(row.tag)
+            tag = require_bytes(row.tag)
             app_name = app_name_of(row.app_name)
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)

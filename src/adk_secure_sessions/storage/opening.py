@@ -39,7 +39,7 @@ from adk_secure_sessions.storage.survey import (
     Survey,
     TableSet,
     merged,
-    run_to_open,
+    run_while_opening,
     survey_databases,
     take_survey,
 )
@@ -195,7 +195,7 @@ async def _create_missing(
         meta_rows = {**meta_rows, meta.HOLDS: table_set.value}
     work = partial(_create_in_transaction, table_set, expected, meta_rows, fresh)
     is_keys = table_set is TableSet.KEYS
-    return await run_to_open(executor, work, commit=True, is_key_database=is_keys)
+    return await run_while_opening(executor, work, commit=True, is_key_database=is_keys)
 
 
 def _create_in_transaction(

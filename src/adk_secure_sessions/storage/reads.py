@@ -121,9 +121,9 @@ class GetSession(ReadOperation, Generic[E]):
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
                     attempt.cache.histories.drop(self.identity.session_tag)
-        return await self._open(attempt, await self._find(attempt, executors))
+        return await self._open(attempt, await self._read_session(attempt, executors))
 
-    async def _find(self, attempt: Attempt, executors: Executors) -> QueryRows:
+    async def _read_session(self, attempt: Attempt, executors: Executors) -> QueryRows:
         forms = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
             forms = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
@@ -605,7 +605,7 @@ class CheckOwner(ReadOperation):
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
         rows = await self._read(attempt, executors, sql.OWNERS)
         row = rows.user if self.of_user else rows.app
-        owner = sealed_rows.open_uncached(attempt, rows, of_user=self.of_user)
+        owner = sealed_rows.open_owner_uncached(attempt, rows, of_user=self.of_user)
         self.header_counts = Counter()
         if owner and row:
             column = USERS if self.of_user else APPS
@@ -632,7 +632,7 @@ class CheckSession(GetSession[E]):
     async def attempt(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
-        self.rows = rows = await self._find(attempt, executors)
+        self.rows = rows = await self._read_session(attempt, executors)
         attempt = attempt._replace(cache=RowCache(0))
         if self.checks_owners:
             return await self._open(attempt, rows)

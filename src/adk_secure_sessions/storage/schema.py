@@ -220,20 +220,20 @@ for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
     sa.event.listen(_table, "before_create", _use_transactions)
 
 _RANDOM_BITS = 21
-_last_row_key = 0
+_last_row_id = 0
 
 
-def new_row_key() -> int:
+def new_row_id() -> int:
     """Return a row id for a new row: the row's records are bound to it before the row is inserted.
 
     An id has 42 bits of milliseconds since 1970, so that rows are in order of creation, and 21
     random bits.  If two processes choose the same id, the database rejects the second row, and the
     transaction is repeated with a new id.
     """
-    global _last_row_key
+    global _last_row_id
     fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
     # No lock, which a forked process could inherit locked: two threads may choose the same id, too.
-    _last_row_key = chosen = max(fresh, _last_row_key + 1)
+    _last_row_id = chosen = max(fresh, _last_row_id + 1)
     return chosen
 
 

@@ -105,7 +105,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     return owner
 
 
-def open_uncached(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
+def open_owner_uncached(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
     """Return the app, or a user of any id, decrypted without the row cache; None if not stored.
 
     The data key may have been deleted or tampered with since the row was cached.

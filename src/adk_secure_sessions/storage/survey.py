@@ -256,12 +256,12 @@ def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
 async def survey_database(
     executor: Executor, *, is_key_database: bool = False, known: Collection[int] = ()
 ) -> Survey:
-    """Do the same as `take_survey`; see `run_to_open`."""
+    """Do the same as `take_survey`; see `run_while_opening`."""
     work = partial(take_survey, known=known)
-    return await run_to_open(executor, work, commit=False, is_key_database=is_key_database)
+    return await run_while_opening(executor, work, commit=False, is_key_database=is_key_database)
 
 
-async def run_to_open(
+async def run_while_opening(
     executor: Executor, work: Callable[[sa.Connection], T], *, commit: bool, is_key_database: bool
 ) -> T:
     """Do the same as `Executor.run`; raise ConfigurationError if SQLite cannot use the file."""

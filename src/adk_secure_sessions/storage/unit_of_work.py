@@ -149,7 +149,7 @@ class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
     *sequence* counts the new entries: it tells whether an entry was made before an attempt began.
-    *lacks_user* is True once a read found that the row of a cached user was deleted.
+    *found_erased_user* is True once a read found that the row of a cached user was deleted.
     """
 
     def __init__(self, limit: int, history_size: int = 0) -> None:
@@ -158,7 +158,7 @@ class RowCache:
         self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
         self.histories: HistoryCache = HistoryCache(history_size)
         self.sequence: int = 0
-        self.lacks_user: bool = False
+        self.found_erased_user: bool = False
 
     def next_sequence(self) -> int:
         self.sequence += 1
@@ -285,7 +285,7 @@ class Attempt(NamedTuple):
         """Remove the user and the session from the caches, because the user's row is not stored."""
         cache, identity = self.cache, self.identity
         if cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag):
-            cache.lacks_user = True
+            cache.found_erased_user = True
         self.keys.forget(identity.user_tag)
         cache.users.drop(identity.user_tag)
         cache.forget_session(identity.session_tag)
@@ -461,7 +461,7 @@ class UnitOfWork:
                 operation, opened, Retries(writes=operation.writes, conflicts=conflicts)
             )
         finally:
-            if opened.row_cache.lacks_user and self._opened is opened:
+            if opened.row_cache.found_erased_user and self._opened is opened:
                 self.empty_caches()
 
     async def _run_with_retries(

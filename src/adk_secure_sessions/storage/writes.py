@@ -41,7 +41,7 @@ from adk_secure_sessions.storage.schema import (
     StoredSession,
     UserRow,
     WitnessRow,
-    new_row_key,
+    new_row_id,
     parameters,
 )
 from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDataKey, apply_changes
@@ -106,7 +106,7 @@ class OwnerChanges:
         self._attempt = attempt
         self._keys = attempt.keys
 
-    def app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
+    def ensure_app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
         """Ensure that the app is stored, and merge *delta* into its state; return the app.
 
         With *needs_key*, also ensure that its row names a usable data key.
@@ -119,7 +119,7 @@ class OwnerChanges:
             app = self._changed(app, delta)
         return app
 
-    def user(
+    def ensure_user(
         self, user: Owner | None, app_row: int, delta: JsonObject, session: SessionRow | None
     ) -> Owner:
         """Ensure that the user is stored, with a usable data key, and merge *delta* into its state.
@@ -184,7 +184,7 @@ class OwnerChanges:
         """Add the changes that store a new owner in *row*, which gets its row id here."""
         self._ensure_first_key(row.tag)
         key_ids = self._keys.ids_to_store(row.tag, ())
-        row = row._replace(id=new_row_key())
+        row = row._replace(id=new_row_id())
         owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
         self.changes.append(Change(insert, parameters(owner.row)))
@@ -256,7 +256,7 @@ class OwnerChanges:
             self._new_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
-            self.changes += [*claim_data_key(current.id), Change(sql.HOLD_KEY, locked)]
+            self.changes += [*claim_data_key(current.id), Change(sql.LOCK_DATA_KEY, locked)]
 
     def _new_key(self, owner_tag: bytes, not_before: int = 0) -> None:
         """Create a data key and add the change that stores it; with a key database, make
@@ -351,12 +351,12 @@ class CreateSession(Write[SessionWithStates]):
         stored = sealed_rows.open_session(attempt, rows, user)
         if stored and user and app:
             return SessionWithStates(stored, user.user_id, app.state, user.state)
-        app = owners.app(app, self.app_delta)
-        changed = owners.user(user, app.row.id, self.user_delta, rows.session)
+        app = owners.ensure_app(app, self.app_delta)
+        changed = owners.ensure_user(user, app.row.id, self.user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
-            row = of_unchanged_user(user, row, sql.INSERT_SESSION_OF_USER)
+            row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_changes([*owners.changes, row, *rest])
         return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
@@ -377,7 +377,7 @@ class CreateSession(Write[SessionWithStates]):
         """Return a new session, and the changes to make in addition to inserting its row."""
         identity = attempt.identity
         row = SessionRow(
-            new_row_key(), user_row, identity.session_tag, 0,
+            new_row_id(), user_row, identity.session_tag, 0,
             COLLECTION if identity.is_collection else NO_SNAPSHOT, self.now, self.now,
             self.expires_at, b"",
         )  # fmt: skip
@@ -483,8 +483,8 @@ class AppendEvent(Write[StoredSession]):
             return (yield from self._stored_before(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
-            owners.app(app, event.app_delta)
-        owners.user(user, user.app_row, event.user_delta, session.row)
+            owners.ensure_app(app, event.app_delta)
+        owners.ensure_user(user, user.app_row, event.user_delta, session.row)
         appended = self._append_to(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
@@ -653,7 +653,7 @@ class RenewKey(Write[bool]):
         row = rows.user if self.of_user else rows.app
         if row is None:
             return False
-        owner = sealed_rows.open_uncached(attempt, rows, of_user=self.of_user)
+        owner = sealed_rows.open_owner_uncached(attempt, rows, of_user=self.of_user)
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
         attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
@@ -689,14 +689,14 @@ class EnsureOwners(Write[StagedKeys]):
         rows = yield from read_rows(attempt, sql.OWNERS)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
-        app = owners.app(app, {}, needs_key=True)
-        owners.user(user, app.row.id, {}, None)
+        app = owners.ensure_app(app, {}, needs_key=True)
+        owners.ensure_user(user, app.row.id, {}, None)
         if owners.changes:
             yield from apply_changes(owners.changes)
         return attempt.keys
 
 
-def of_unchanged_user(user: Owner, insert: Change, statement: sa.Insert) -> Change:
+def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Change:
     """Return *insert* with *statement*, which also requires an unchanged row of the user.
 
     Use it if no other change of the transaction checks that row.

@@ -18,7 +18,7 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     SessionVersion,
     StoredSession,
-    new_row_key,
+    new_row_id,
     parameters,
     sessions,
 )
@@ -228,9 +228,9 @@ class RewriteItems(Write[StoredSession]):
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
-        owners.user(user, user.app_row, {}, session.row)
+        owners.ensure_user(user, user.app_row, {}, session.row)
         links = [new_link() for _ in self.items]
-        row = session.row._replace(id=new_row_key(), revision=len(links), updated_at=self.now)
+        row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = sealed_rows.seal_session(attempt, session._replace(row=row, head=links[-1]))
         items = [(item, self.now) for item in self.items]
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)

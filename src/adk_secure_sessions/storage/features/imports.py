@@ -40,7 +40,7 @@ from adk_secure_sessions.storage.schema import (
     apps,
     locating_errors,
     migrated,
-    new_row_key,
+    new_row_id,
     parameters,
     sessions,
     users,
@@ -54,7 +54,7 @@ from adk_secure_sessions.storage.writes import (
     Write,
     cached_owners,
     check_app_row,
-    of_unchanged_user,
+    insert_if_unchanged,
     read_rows,
     replacement,
 )
@@ -318,13 +318,13 @@ class ImportSession(_Import[ImportStatus]):
     def _create(
         self, attempt: Attempt, owners: OwnerChanges, app: Owner | None, user: Owner | None
     ) -> Steps[None]:
-        app = owners.app(app, {})
-        changed = owners.user(user, app.row.id, {}, None)
+        app = owners.ensure_app(app, {})
+        changed = owners.ensure_user(user, app.row.id, {}, None)
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
-            insert = of_unchanged_user(user, insert, sql.IMPORT_SESSION_OF_USER)
+            insert = insert_if_unchanged(user, insert, sql.IMPORT_SESSION_OF_USER)
         # *remember*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
         # session.  On PostgreSQL, *remember* and `add_tombstone_of_user` wait for each other's
         # transaction.  After *remember*, *insert* requires that the user has no tombstone.
@@ -341,7 +341,7 @@ class ImportSession(_Import[ImportStatus]):
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owners.user(user, user.app_row, {}, old.row)
+        owners.ensure_user(user, user.app_row, {}, old.row)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
         changes = replacement(attempt, owners, old, new.session, new.witness)
         changes += [*new.rest, _update(row, new_row)]
@@ -354,7 +354,7 @@ class ImportSession(_Import[ImportStatus]):
         """Return a new session and its row of `secure_migrated`."""
         tag = self.identity.session_tag
         self._links = links = [new_link() for _ in self._events]
-        row = SessionRow(new_row_key(), user_row, tag, len(links), NO_SNAPSHOT, *self._times, b"")
+        row = SessionRow(new_row_id(), user_row, tag, len(links), NO_SNAPSHOT, *self._times, b"")
         self._sent[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self._state, head=head)
@@ -429,11 +429,11 @@ class ImportState(_Import[ImportStatus]):
 
     def _set(self, app: Owner | None, user: Owner | None, owners: OwnerChanges) -> Owner:
         if not self.of_user and app is None:
-            return owners.app(None, load_state(self._state))
-        owner = app = owners.app(app, {})
+            return owners.ensure_app(None, load_state(self._state))
+        owner = app = owners.ensure_app(app, {})
         if self.of_user:
             if user is None:
-                return owners.user(None, app.row.id, load_state(self._state), None)
+                return owners.ensure_user(None, app.row.id, load_state(self._state), None)
             check_app_row(user, app.row.id)
             owner = user
         if self._source_of(owner) == self.source:
