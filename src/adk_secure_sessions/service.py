@@ -87,10 +87,14 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     `prepare_tables` opens the database and creates its tables.  If you do not call it, the first
     operation does the same.  If the root key is wrong, the call that opens the database raises
-    `WrongKeyError`.  Every operation raises `DecryptionError` if a row that it needs was tampered
-    with.  Every operation raises `DatabaseError` if the database cannot be reached, reports an
-    error or takes too long.  If the installed google-adk has a method that this release does not
-    implement, the method raises `NotImplementedError`.
+    `WrongKeyError`.  Every operation raises:
+
+    - `DecryptionError` if a row that it needs was tampered with or removed;
+    - `DatabaseError` if the database cannot be reached, reports an error or takes too long;
+    - `ValueError` if an id is not a string or is too long (docs/limits.md).
+
+    If the installed google-adk has a method that this release does not implement, the method raises
+    `NotImplementedError`.
 
     Many tasks may use one service at the same time.  All these tasks must run in one event loop,
     unless `db_url` names a SQLite database.
@@ -244,10 +248,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Raises:
             AlreadyExistsError: The user already has a session with this id.
-            DecryptionError: The row of the app or the user was tampered with.
-            ValueError: An id is not a string or is too long, or a key or a value in *state*
-                exceeds a limit (docs/limits.md).  For a value, the message names the path of keys
-                to the value.
+            ValueError: A key or a value in *state* exceeds a limit (docs/limits.md).  For a value,
+                the message names the path of keys to the value.
             ConfigurationError: *expires_after* is not a positive time.
         """
         if session_id is None:
@@ -308,10 +310,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             The session with its events, oldest first; None if there is no such session.
 
         Raises:
-            DecryptionError: A row of the session was tampered with or removed.
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: An id is not a string or is too long, or `num_recent_events` is negative.
+            ValueError: `num_recent_events` is negative.
         """
         check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
@@ -367,7 +368,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             SessionNotFoundError: The session is not stored, or is not the one of *after* any more.
             DecryptionError: A row was tampered with or removed, or *after* was modified.
             ConfigurationError: See `get_session`.
-            ValueError: An argument is none of the values above, or an id is too long.
+            ValueError: An argument is none of the values above.
         """
         check_ids(app_name, user_id, session_id)
         check_page(limit, order)
@@ -418,7 +419,6 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         Raises:
             DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
                 False.  The message names the session's row.
-            ValueError: An id is not a string or is too long.
         """
         of_user = "" if user_id is None else user_id
         check_ids(app_name, of_user)
@@ -457,10 +457,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 states.
 
         Raises:
-            DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
-                False.  The message names the session's row.
-            ValueError: An id is not a string or is too long, or another argument is none of the
-                values above.
+            DecryptionError: See `list_sessions`.
+            ValueError: An argument is none of the values above.
         """
         options = page_options(limit, after, order, with_state=include_state, skip=self._skip)
         page = await self._list(app_name, user_id, options)
@@ -503,8 +501,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 indexed: it begins with `app:` or `temp:`.
             DecryptionError: A session that the search finds cannot be decrypted, and
                 `skip_unreadable_sessions` is False.
-            ValueError: *app_name* is not a string or is too long, *value* exceeds a limit of
-                states, neither a key nor a time is given, or a time is impossible.
+            ValueError: *value* exceeds a limit of states, neither a key nor a time is given, or a
+                time is impossible.
         """
         updated = period(updated_after, updated_before)
         options = reads.PageOptions(_ALL, updated=updated, skip=self._skip)
@@ -592,7 +590,6 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Raises:
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
-            ValueError: An id is not a string or is too long.
         """
         check_ids(app_name, user_id, session_id)
         identity = await self._unit.identify(app_name, user_id, session_id)
@@ -600,12 +597,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     @accessed("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
-        """Return the user's state, whose keys have no prefix; `{}` for an unknown user.
-
-        Raises:
-            DecryptionError: The user's row was tampered with.
-            ValueError: An id is not a string or is too long.
-        """
+        """Return the user's state, whose keys have no prefix; `{}` for an unknown user."""
         check_ids(app_name, user_id)
         identity = await self._unit.identify(app_name, user_id)
         _, state = await self._unit.run(reads.GetStates(identity))
@@ -635,10 +627,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 again with `get_session`.
             DecryptionError: A row that the event would change was tampered with; nothing was
                 stored.
-            ValueError: The event's timestamp is not a possible time, or an id is not a string or
-                is too long.  Or a key or a value in the state delta exceeds a limit; for a value,
-                the message names the path of keys to the value.  Or the event is too large, or
-                could not be read back.
+            ValueError: The event's timestamp is not a possible time, the event is too large or
+                could not be read back, or a key or a value in the state delta exceeds a limit.  For
+                a value, the message names the path of keys to the value.
         """
         if event.partial:
             return event
