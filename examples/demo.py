@@ -38,7 +38,7 @@ APP, USER, SESSION = "clinic", "ada.lovelace", "first-visit"
 SECRETS = ("penicillin", "Monday", USER, SESSION)
 NEXT = (
     ("quickstart.py --db kept.db", "two visits, and every table of the file"),
-    ("multi_tenant.py", "erase a user: not even a backup can be decrypted"),
+    ("multi_tenant.py", "erase a user, with the keys in another database"),
     ("adk_web.py", "google-adk's own `adk web`, encrypted, without code"),
 )
 
