@@ -46,9 +46,8 @@ class StatementLimits(NamedTuple):
     """Limits for one statement of a maintenance command."""
 
     rows: int = 100  # rows of apps, users or sessions, with their states
-    keys_per_page: int = (
-        500  # rows of which only primary keys and record headers are read, or listed ids
-    )
+    # Rows of which only primary keys and record headers are read, or listed ids.
+    keys_per_page: int = 500
     # Seconds to wait for a lock.  Statements of services may queue behind the waiting statement,
     # and then wait as long.
     lock_wait: int = 5

@@ -132,8 +132,6 @@ _OWNERS = {
         _WITH_APP
     ),
 }
-_TAG = sa.bindparam("tag", type_=sa.LargeBinary)
-_OWNERS_WITH_TAG = {table: query.where(table.c.tag == _TAG) for table, query in _OWNERS.items()}
 
 
 async def read_owner(
@@ -165,8 +163,8 @@ async def read_owner_with_tag(
     db: Database, tag: bytes
 ) -> tuple[str, Owner, reads.HeaderCounts] | None:
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
-    for table, query in _OWNERS_WITH_TAG.items():
-        for row in await db.unit.read(query, {"tag": tag}):
+    for table, query in _OWNERS.items():
+        for row in await rows_where(db.unit.read, query, table.c.tag, [tag]):
             return await read_owner(db, table, OwnerRow(*row))
     return None
 

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -238,12 +237,10 @@ class _Verifier:
     async def check_imports(self) -> None:
         macs = ImportMacs(await self._db.keyring())
         size = self._db.limits.keys_per_page
-
-        def imported(*row: Any) -> tuple[MigratedRow, int | None]:
-            return MigratedRow(*row[:-1]), row[-1]
-
-        async for rows in pages(self._db.unit.read, _MIGRATED, migrated.c.tag, size, imported):
-            for row, version in rows:
+        query, key = _MIGRATED, migrated.c.tag
+        async for rows in pages(self._db.unit.read, query, key, size, lambda *row: row):
+            for *columns, version in rows:
+                row = MigratedRow(*columns)
                 self._imports += 1
                 try:
                     macs.check(row)

@@ -100,28 +100,29 @@ class ServiceSource(Source):
             listed = await self._listed(app_name, selection.since)
             for start in range(0, len(listed), size):
                 batch = listed[start : start + size]
+                self._contents = {}
                 if self._compares_events:
-                    batch = await self._with_numbers_of_events(batch)
+                    self._contents = await self._read(batch, counts_events=True)
+                    batch = list(self._contents)
                 if batch:
                     yield batch
-                self._contents = {}
-
-    async def _with_numbers_of_events(self, listed: Sequence[SourceSession]) -> list[SourceSession]:
-        """Read the sessions *listed*, and return them with versions for `compares_events`."""
-        self._contents = {}  # an error of the caller may have ended an earlier `sessions`
-        for source_session, session in zip(listed, await self._get_all(listed), strict=True):
-            if session is not None:
-                version = f"{session.last_update_time!r} {len(session.events)}"
-                key = source_session._replace(version=version)
-                self._contents[key] = readable(_content, key, session)
-        return list(self._contents)
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
         known = self._contents
         contents = {session: known[session] for session in sessions if session in known}
-        missing = [session for session in sessions if session not in contents]
-        for key, session in zip(missing, await self._get_all(missing), strict=True):
+        return contents | await self._read([one for one in sessions if one not in known])
+
+    async def _read(
+        self, listed: Sequence[SourceSession], *, counts_events: bool = False
+    ) -> dict[SourceSession, _Content]:
+        """Read sessions; with *counts_events*, their versions contain the number of events."""
+        contents = {}
+        found = await in_groups(_AT_ONCE, self._get, listed)
+        for key, session in zip(listed, found, strict=True):
             if session is not None:
+                if counts_events:
+                    version = f"{session.last_update_time!r} {len(session.events)}"
+                    key = key._replace(version=version)
                 contents[key] = readable(_content, key, session)
         return contents
 
@@ -173,9 +174,6 @@ class ServiceSource(Source):
             session_id=session.session_id,
             **options,
         )
-
-    async def _get_all(self, listed: Sequence[SourceSession]) -> Sequence[Session | None]:
-        return await in_groups(_AT_ONCE, self._get, listed)
 
     async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
