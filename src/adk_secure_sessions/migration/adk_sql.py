@@ -39,7 +39,7 @@ STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` return
 # multiple.
 _COMPRESSION = 3
 _UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {adk_rows.LIMITS}"
-_SAMPLES = 50  # the number of states that `sampled_states` reads from each end of a table
+_SAMPLES = 50  # the number of states that `first_and_last_states` reads at each end of a table
 _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
     "either: correct or delete the row in the source"
@@ -476,12 +476,13 @@ def can_store(dialect: str, *texts: str) -> bool:
 # --- Recognition ---------------------------------------------------------------------------------
 
 
-def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
+def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset[Kind]:
     """Return which kinds of session tables the database contains.
 
     google-adk and adk-secure-sessions 1.x use the same names.  If 1.x has encrypted one of the
-    sampled states, the tables are those of 1.x.  So an attacker who replaces only some encrypted
-    states by plaintext does not change the result.
+    first or last states, the tables are those of 1.x.  So an attacker who replaces only some
+    encrypted states by plaintext does not change the result.  With *reads_all*, one encrypted state
+    anywhere is enough.
     """
     inspector = sa.inspect(connection)
     tables = set(inspector.get_table_names())
@@ -489,13 +490,13 @@ def kinds_in(connection: sa.Connection) -> frozenset[Kind]:
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
         if {"app_name", "user_id", "session_id", "timestamp"} <= columns.keys():
-            kinds.add(_kind_of_adk(connection, tables, columns))
+            states = not_plaintext(connection) if reads_all else first_and_last_states(connection)
+            is_1x = any(map(is_envelope, states))
+            kinds.add(Kind.PACKAGE_1X if is_1x else _kind_of_adk(connection, tables, columns))
     return frozenset(kinds)
 
 
 def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
-    if True in sampled_states(connection):
-        return Kind.PACKAGE_1X
     if "adk_internal_metadata" in tables:
         metadata = _table("adk_internal_metadata", ("key",), "value")
         query = sa.select(metadata.c.value).where(metadata.c.key == "schema_version")
@@ -512,19 +513,14 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
 
 
-def sampled_states(connection: sa.Connection) -> set[bool]:
-    """Return whether the first and last states are envelopes of 1.x: True, False, or both."""
+def first_and_last_states(connection: sa.Connection) -> list[str | bytes]:
+    """Return the first characters of the first and the last states of each table."""
     starts: list[str | bytes] = []
     for table in _WITH_STATES:
         for order in (table.primary_key, [column.desc() for column in table.primary_key]):
             query = sa.select(_start_of(table, connection)).order_by(*order).limit(_SAMPLES)
             starts += (start for start in connection.scalars(query) if start is not None)
-    return set(map(is_envelope, starts))
-
-
-def has_encrypted_states(connection: sa.Connection) -> bool:
-    """Return whether any state is an envelope of adk-secure-sessions 1.x; read all states."""
-    return any(map(is_envelope, not_plaintext(connection)))
+    return starts
 
 
 def not_plaintext(connection: sa.Connection, limit: int | None = None) -> Iterator[Any]:

@@ -3,22 +3,19 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import tzinfo
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends.registry import DEFAULT, NO_OP, backends_for
+from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration.adk_sql import (
-    Kind,
-    has_encrypted_states,
-    kinds_in,
-    sampled_states,
-)
+from adk_secure_sessions.migration.adk_sql import Kind, first_and_last_states, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
@@ -51,11 +48,10 @@ async def open_source(
     - The tables of adk-secure-sessions 1.x and those of this package: the source is the tables of
       1.x, unless both *backends* and *keys*, or the backend `no-op`, are given.
 
-    google-adk and adk-secure-sessions 1.x use the same names for their tables.  The first and the
-    last states tell which of the two has written the tables.  If *keys* are given, and the database
-    has no tables of this package, this function also reads the other states.  If a state is
-    encrypted by 1.x, the source is a `Package1x`, for which states and events in plaintext are
-    unreadable.
+    google-adk and adk-secure-sessions 1.x use the same names for their tables: if 1.x has encrypted
+    one of the first or last states, the tables are those of 1.x.  If *keys* are given, and the
+    database has no tables of this package, this function reads all states.  For a `Package1x`,
+    states and events in plaintext are unreadable.
 
     Args:
         db_url: The database URL.
@@ -64,9 +60,7 @@ async def open_source(
             backend.
         backends: The names of the backends that encrypted the source; by default `aesgcm`.
         key_db_url: The key database of the source, if there is one.
-        time_zone: The time zone of the processes that wrote the source, if it was not UTC, and if
-            they used a release of google-adk that stored local times: docs/migrate.md, Times, lists
-            these releases.
+        time_zone: As for `AdkTables`.
 
     Raises:
         ConfigurationError: The database contains no sessions that can be read; or it is encrypted,
@@ -77,14 +71,14 @@ async def open_source(
     has_keys = bool(keys) or NO_OP in backends
     async with AdkTables(db_url) as tables:
         kinds = await tables.inspect(kinds_in)
-        # `kinds_in` reads only the first and the last states, which may be plaintext.  Without this
-        # correction, the last error below would tell the caller to omit the keys.
-        is_adks = bool(kinds) and Kind.ENCRYPTED not in kinds
-        if has_keys and is_adks and await tables.inspect(has_encrypted_states):
-            kinds = frozenset([Kind.PACKAGE_1X])
-        needs_keys = Kind.PACKAGE_1X in kinds and not has_keys
-        if needs_keys and False in await tables.inspect(sampled_states):
-            raise ConfigurationError(_MIXED)
+        # The first and the last states may be plaintext.  Without reading all of them, the last
+        # error below would tell the caller to omit the keys.
+        if has_keys and Kind.ENCRYPTED not in kinds:
+            kinds = await tables.inspect(partial(kinds_in, reads_all=True))
+        if Kind.PACKAGE_1X in kinds and not has_keys:
+            states = await tables.inspect(first_and_last_states)
+            if not all(map(is_envelope, states)):
+                raise ConfigurationError(_MIXED)
     if not kinds:
         raise ConfigurationError(
             "the source contains neither google-adk's tables nor those of this package: check the "

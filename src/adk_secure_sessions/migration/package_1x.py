@@ -54,16 +54,12 @@ class Package1x(AdkTables):
     this package add.
 
     Args:
-        db_url: The database URL; give exactly one of *db_url* and *db_engine*.  A SQLite file is
-            opened as read-only.
+        db_url: As for `AdkTables`; so is *db_engine*.
         keys: The keys that the application gave to its `FernetBackend` (a Fernet key or a
             passphrase) or to its `AesGcmBackend` (32 bytes, or these bytes as base64 or hexadecimal
             text).  There may be several keys: each value is decrypted with the one that fits.
-        db_engine: Your own engine for the database.
-        time_zone: The time zone of `create_time` and `update_time` in a database on a server.  Give
-            it if adk-secure-sessions 1.x ran with a release of google-adk that stored local times:
-            docs/migrate.md, Times, lists these releases.  By default, times are read as the
-            installed google-adk reads them.
+        time_zone: As for `AdkTables`.  Only `create_time` and `update_time` in a database on a
+            server depend on it: events contain their times.
 
     Raises:
         ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
