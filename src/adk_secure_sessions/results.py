@@ -5,8 +5,8 @@ prints them and knows whether the command has succeeded.  A result is a dataclas
 
     @dataclass
     class Purge(Result):
-        deleted: int = count("session", "deleted", changes=True)
-        bad: int = count("session", "cannot be decrypted, and kept", wrong=True)
+        deleted: int = counter("session", "deleted", changes=True)
+        bad: int = counter("session", "cannot be decrypted, and kept", wrong=True)
         problems: tuple[Problem, ...] = listing()
 
 `Purge(deleted=3, bad=1)` has the lines "deleted: 3 sessions" and "cannot be decrypted, and kept: 1
@@ -19,8 +19,8 @@ from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 
-class _Count(NamedTuple):
-    """The words of a counter; see `count`."""
+class _Counter(NamedTuple):
+    """The words of a counter; see `counter`."""
 
     noun: str
     words: str
@@ -29,12 +29,8 @@ class _Count(NamedTuple):
     changes: bool
     wrong: bool
 
-    @property
-    def heading(self) -> tuple[str, bool]:
-        return self.words, self.changes
 
-
-def count(
+def counter(
     noun: str,
     words: str,
     *,
@@ -42,8 +38,7 @@ def count(
     always: bool = False,
     changes: bool = False,
     wrong: bool = False,
-    many: bool = False,
-    none: bool = False,
+    default: object = 0,
 ) -> Any:
     """Declare a counter of a result, which is printed as `words: NUMBER nouns; hint`.
 
@@ -56,24 +51,24 @@ def count(
         always: Also print the counter if it is 0.
         changes: The run has changed what is counted: the line of a dry run begins with "would be".
         wrong: The command exits 1 unless the counter is 0.
-        many: The field is a tuple, whose length is printed.
-        none: The field is None if there was nothing to count.
+        default: `()` for a field that is a tuple, whose length is printed; None for a field that is
+            None if there was nothing to count.
     """
-    declared = _Count(noun, words, hint, always, changes, wrong)
-    return field(default=() if many else None if none else 0, metadata={"of": declared})
+    declared = _Counter(noun, words, hint, always, changes, wrong)
+    return field(default=default, metadata={"counter": declared})
 
 
-def listing(*totals: str) -> Any:
+def listing(*counters: str) -> Any:
     """Declare the tuple of the first rows of a kind, each of which has a `line`.
 
-    *totals* are the names of the counters whose sum says how many rows there are in all.
+    The sum of *counters*, which are names of fields, says how many rows there are in all.
     """
-    return field(default=(), metadata={"totals": totals})
+    return field(default=(), metadata={"listing": counters})
 
 
 def must_be_true() -> Any:
     """Declare a field that is True if the command has succeeded."""
-    return field(default=False, metadata={"goal": True})
+    return field(default=False, metadata={"must_be_true": True})
 
 
 class Result:
@@ -84,32 +79,36 @@ class Result:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The values of the counters."""
-        return tuple(self._number(name) for name, _ in self._declared("of"))
+        return tuple(self._number(name) for name, _ in self._declared("counter"))
 
     @property
     def succeeded(self) -> bool:
         """Whether all is right and nothing is left to do: the command then exits 0."""
-        wrong = (getattr(self, name) for name, words in self._declared("of") if words.wrong)
-        return not any(wrong) and all(getattr(self, name) for name, _ in self._declared("goal"))
+        wrong = (getattr(self, name) for name, words in self._declared("counter") if words.wrong)
+        goals = (getattr(self, name) for name, _ in self._declared("must_be_true"))
+        return not any(wrong) and all(goals)
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
         """Yield a line for each listed row, and then those of the counters."""
-        for name, totals in self._declared("totals"):
+        for name, counters in self._declared("listing"):
             rows: tuple[Any, ...] = getattr(self, name)
             yield from (row.line for row in rows)
-            more = sum(map(self._number, totals)) - len(rows)
-            if totals and more > 0:
+            more = sum(map(self._number, counters)) - len(rows)
+            if counters and more > 0:
                 yield f"and {more:,} more"
-        declared = self._declared("of")
-        for (words, changes), group in groupby(declared, lambda named: named[1].heading):
-            counters = [(self._number(name), counter) for name, counter in group]
-            counters = [
-                (number, counter) for number, counter in counters if number or counter.always
+        declared = self._declared("counter")
+        for (words, changes), group in groupby(
+            declared, lambda one: (one[1].words, one[1].changes)
+        ):
+            shown = [
+                (number, of_field)
+                for name, of_field in group
+                if (number := self._number(name)) or of_field.always
             ]
-            if counters:
+            if shown:
                 would = "would be " if changes and dry_run else ""
-                numbers = ", ".join(counted(number, counter.noun) for number, counter in counters)
-                hints = "".join(f"; {counter.hint}" for _, counter in counters if counter.hint)
+                numbers = ", ".join(counted(number, of_field.noun) for number, of_field in shown)
+                hints = "".join(f"; {of_field.hint}" for _, of_field in shown if of_field.hint)
                 yield f"{would}{words}: {numbers}{hints}"
         if self.success_line and self.succeeded:
             yield self.success_line

@@ -23,7 +23,7 @@ from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStor
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.decrypted_rows import SessionIds, sessions_with_ids
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems, reject_orphans
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
 
@@ -50,14 +50,14 @@ class BlobCheck(Result):
 
     success_line = "no blob is missing"
 
-    artifacts: int = count("artifact", "checked", always=True)
-    blobs: int = count("blob", "checked", always=True)
-    missing: int = count("blob", "missing, or of another length")
-    marked: int = count("blob", "marked as deleted", hint=_COPY)
-    unused: int = count(
+    artifacts: int = counter("artifact", "checked", always=True)
+    blobs: int = counter("blob", "checked", always=True)
+    missing: int = counter("blob", "missing, or of another length")
+    marked: int = counter("blob", "marked as deleted", hint=_COPY)
+    unused: int = counter(
         "blob", "named by no artifact", hint="`purge blobs` marks and later deletes them"
     )
-    bad: int = count("row", "bad", wrong=True)
+    bad: int = counter("row", "bad", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
@@ -78,13 +78,13 @@ class BlobPurge(Result):
         problems: The first 1000 rows that cannot be decrypted.
     """
 
-    deleted: int = count("blob", "deleted", always=True, changes=True)
-    marked: int = count("blob", "marked, and deleted later", always=True, changes=True)
-    withdrawn: int = count(
+    deleted: int = counter("blob", "deleted", always=True, changes=True)
+    marked: int = counter("blob", "marked, and deleted later", always=True, changes=True)
+    withdrawn: int = counter(
         "mark", "withdrawn, because artifacts name the blobs", hint=_COPY, changes=True, wrong=True
     )
-    kept: int = count("blob", "named by artifacts", always=True)
-    bad: int = count(
+    kept: int = counter("blob", "named by artifacts", always=True)
+    bad: int = counter(
         "row",
         "cannot be decrypted",
         hint="nothing is deleted; run `verify`",

@@ -34,7 +34,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, init
 from adk_secure_sessions.migration.source_walk import Finding, Findings, Fingerprints, packed
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.collections import Collections
 
@@ -68,16 +68,16 @@ class ArtifactMigration(Result):
         seconds: How long the run took.
     """
 
-    copied: int = count("artifact", "copied", changes=True)
-    versions: int = count("version", "copied", changes=True)
-    size: int = count("byte", "copied", changes=True)
-    equal: int = count("artifact", "equal on both sides", always=True)
-    erased: int = count("artifact", "of users who were erased in the target, and not copied")
-    missing: int = count("artifact", "not copied, or not in the latest version", wrong=True)
-    different: int = count("artifact", "different in the target, and kept there", wrong=True)
-    bad: int = count("artifact", "cannot be read or stored", wrong=True)
-    deleted: int = count("artifact", "deleted in the source", changes=True)
-    changed: int = count("artifact", "changed since the comparison, and kept", wrong=True)
+    copied: int = counter("artifact", "copied", changes=True)
+    versions: int = counter("version", "copied", changes=True)
+    size: int = counter("byte", "copied", changes=True)
+    equal: int = counter("artifact", "equal on both sides", always=True)
+    erased: int = counter("artifact", "of users who were erased in the target, and not copied")
+    missing: int = counter("artifact", "not copied, or not in the latest version", wrong=True)
+    different: int = counter("artifact", "different in the target, and kept there", wrong=True)
+    bad: int = counter("artifact", "cannot be read or stored", wrong=True)
+    deleted: int = counter("artifact", "deleted in the source", changes=True)
+    changed: int = counter("artifact", "changed since the comparison, and kept", wrong=True)
     findings: tuple[Finding, ...] = listing("missing", "different", "bad")
     seconds: float = 0.0
 

@@ -27,7 +27,7 @@ from adk_secure_sessions.maintenance.counts import count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import audit_records
@@ -63,11 +63,11 @@ class AuditVerification(Result):
 
     success_line = "no record is missing or bad"
 
-    records: int = count("record", "authentic", always=True)
-    chains: int = count("chain", "authentic", always=True)
-    purged: int = count("chain", "purged")
-    heads: int | None = count("logged head", "compared with the trail", none=True)
-    bad: int = count("row", "bad", wrong=True)
+    records: int = counter("record", "authentic", always=True)
+    chains: int = counter("chain", "authentic", always=True)
+    purged: int = counter("chain", "purged")
+    heads: int | None = counter("logged head", "compared with the trail", default=None)
+    bad: int = counter("row", "bad", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
@@ -81,8 +81,8 @@ class AuditExport(Result):
         problems: The first 1000 of them.
     """
 
-    records: int = count("record", "exported", always=True)
-    bad: int = count("row", "not authentic", wrong=True)
+    records: int = counter("record", "exported", always=True)
+    bad: int = counter("row", "not authentic", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
@@ -101,10 +101,10 @@ class AuditPurge(Result):
             1970, UTC.
     """
 
-    records: int = count("record", "deleted", always=True, changes=True)
-    chains: int = count("chain", "deleted", always=True, changes=True)
-    kept: int = count("chain", "old, and kept")
-    bad: int = count("row", "bad, so that their chains were kept", wrong=True)
+    records: int = counter("record", "deleted", always=True, changes=True)
+    chains: int = counter("chain", "deleted", always=True, changes=True)
+    kept: int = counter("chain", "old, and kept")
+    bad: int = counter("row", "bad, so that their chains were kept", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
     before: int = 0
 

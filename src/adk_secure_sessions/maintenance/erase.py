@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import header_of
 from adk_secure_sessions.maintenance.inspection import rows_with_tag
 from adk_secure_sessions.maintenance.vacuum import clear
-from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user
 from adk_secure_sessions.storage.schema import (
@@ -62,13 +62,13 @@ class Erasure(Result):
             The source of a migration may then still contain the user.
     """
 
-    data_keys: int = count("data key", "deleted", changes=True)
-    users: int = count("user", "deleted", changes=True)
-    sessions: int = count("session", "deleted", changes=True)
-    bases: int = count("snapshot", "deleted", changes=True)
-    events: int = count("event", "deleted", changes=True)
-    witnesses: int = count("version witness", "deleted", changes=True)
-    collections: int = count(
+    data_keys: int = counter("data key", "deleted", changes=True)
+    users: int = counter("user", "deleted", changes=True)
+    sessions: int = counter("session", "deleted", changes=True)
+    bases: int = counter("snapshot", "deleted", changes=True)
+    events: int = counter("event", "deleted", changes=True)
+    witnesses: int = counter("version witness", "deleted", changes=True)
+    collections: int = counter(
         "collection",
         "deleted with their items",
         hint="`purge blobs` deletes contents of artifacts, which nobody can decrypt any more",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage.opening import open_database, open_for_service
 from adk_secure_sessions.storage.schema import metadata
 from adk_secure_sessions.storage.survey import Survey, survey_database
@@ -22,8 +22,8 @@ class Initialisation(Result):
         masters: The ids of the created master keys.
     """
 
-    tables: tuple[str, ...] = count("table", "created", always=True, many=True)
-    masters: tuple[int, ...] = count("master key", "created", always=True, many=True)
+    tables: tuple[str, ...] = counter("table", "created", always=True, default=())
+    masters: tuple[int, ...] = counter("master key", "created", always=True, default=())
 
 
 @command

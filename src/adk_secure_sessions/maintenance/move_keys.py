@@ -34,7 +34,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import reject_wrapper
 from adk_secure_sessions.maintenance.vacuum import rewrite
-from adk_secure_sessions.results import Result, count, must_be_true
+from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import authenticated_features, check_features
 from adk_secure_sessions.storage.pages import pages, spans
@@ -84,8 +84,8 @@ class KeyMove(Result):
     """
 
     to: KeyPlace
-    masters: int = count("master key", "moved", always=True)
-    data_keys: int = count("data key", "moved", always=True)
+    masters: int = counter("master key", "moved", always=True)
+    data_keys: int = counter("data key", "moved", always=True)
     resumed: bool = False
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()

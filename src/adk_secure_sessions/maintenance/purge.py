@@ -18,7 +18,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.schema import COLLECTION, StoredSession, sessions
 
@@ -41,9 +41,9 @@ class Purge(Result):
             clock of this machine.
     """
 
-    deleted: int = count("session", "deleted", always=True, changes=True)
-    kept: int = count("session", "updated or deleted meanwhile")
-    bad: int = count("session", "cannot be decrypted, and kept", wrong=True)
+    deleted: int = counter("session", "deleted", always=True, changes=True)
+    kept: int = counter("session", "updated or deleted meanwhile")
+    bad: int = counter("session", "cannot be decrypted, and kept", wrong=True)
     problems: tuple[Problem, ...] = listing()
     before: int | None = None
 

@@ -28,7 +28,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
 from adk_secure_sessions.maintenance.owners import split_at_current
 from adk_secure_sessions.maintenance.problems import UNREADABLE, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.results import Result, count, counted, listing
+from adk_secure_sessions.results import Result, counted, counter, listing
 from adk_secure_sessions.storage import clusters, reads
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
@@ -83,11 +83,15 @@ class Retirement(Result):
             about to name such a key.  The next rotation replaces them.
     """
 
-    data_keys: int = count("data key", "removed", always=True, changes=True)
-    masters: tuple[int, ...] = count("master key", "removed", always=True, changes=True, many=True)
-    kept: int = count("older key", "kept", wrong=True)
+    data_keys: int = counter("data key", "removed", always=True, changes=True)
+    masters: tuple[int, ...] = counter(
+        "master key", "removed", always=True, changes=True, default=()
+    )
+    kept: int = counter("older key", "kept", wrong=True)
     examples: tuple[KeptKey, ...] = listing("kept")
-    spare_keys: int = count("data key", "spare", hint="no row names them, and they encrypt nothing")
+    spare_keys: int = counter(
+        "data key", "spare", hint="no row names them, and they encrypt nothing"
+    )
 
 
 @command

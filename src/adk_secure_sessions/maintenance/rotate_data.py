@@ -34,7 +34,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
 from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation, require_same
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta, writes
 from adk_secure_sessions.storage.schema import (
     SealedColumn,
@@ -74,13 +74,13 @@ class DataRotation(Result):
 
     since: int = 0
     resumed: bool = False
-    reencrypted: int = count("record", "re-encrypted", always=True, changes=True)
-    blobs: int = count("blob", "re-encrypted", changes=True)
-    blob_bytes: int = count("byte", "re-encrypted", changes=True)
-    keys: int = count("data key", "created")
-    bad: int = count("row", "cannot be decrypted, and left unchanged", wrong=True)
-    bad_blobs: int = count("blob", "of these, missing or tampered with")
-    left: int = count("record", "left under older keys", wrong=True)
+    reencrypted: int = counter("record", "re-encrypted", always=True, changes=True)
+    blobs: int = counter("blob", "re-encrypted", changes=True)
+    blob_bytes: int = counter("byte", "re-encrypted", changes=True)
+    keys: int = counter("data key", "created")
+    bad: int = counter("row", "cannot be decrypted, and left unchanged", wrong=True)
+    bad_blobs: int = counter("blob", "of these, missing or tampered with")
+    left: int = counter("record", "left under older keys", wrong=True)
     left_in: tuple[tuple[str, int], ...] = ()
     problems: tuple[Problem, ...] = listing("bad")
 

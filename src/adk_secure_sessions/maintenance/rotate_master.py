@@ -34,7 +34,7 @@ from adk_secure_sessions.maintenance.rotation import (
     authentic_masters,
     require_same,
 )
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.pages import Span
 from adk_secure_sessions.storage.queries import DATA_KEYS
@@ -58,9 +58,9 @@ class MasterRotation(Result):
     master_id: int | None = None
     since: int = 0
     resumed: bool = False
-    rotated: int = count("data key", "wrapped by the new data master", always=True, changes=True)
-    left: int = count("data key", "still wrapped by another data master", wrong=True)
-    bad: int = count("data key", "cannot be unwrapped, and left unchanged", wrong=True)
+    rotated: int = counter("data key", "wrapped by the new data master", always=True, changes=True)
+    left: int = counter("data key", "still wrapped by another data master", wrong=True)
+    bad: int = counter("data key", "cannot be unwrapped, and left unchanged", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 

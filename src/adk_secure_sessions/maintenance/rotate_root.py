@@ -11,7 +11,7 @@ from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import keyring
 
@@ -29,14 +29,14 @@ class RootRotation(Result):
     """
 
     root_key_id: str
-    rotated: tuple[int, ...] = count(
-        "master key", "wrapped by the new root key", always=True, changes=True, many=True
+    rotated: tuple[int, ...] = counter(
+        "master key", "wrapped by the new root key", always=True, changes=True, default=()
     )
-    unchanged: tuple[int, ...] = count(
-        "master key", "wrapped by the new root key before", many=True
+    unchanged: tuple[int, ...] = counter(
+        "master key", "wrapped by the new root key before", default=()
     )
-    plaintext: tuple[int, ...] = count(
-        "master key", "stored as plaintext, and left unchanged", many=True
+    plaintext: tuple[int, ...] = counter(
+        "master key", "stored as plaintext, and left unchanged", default=()
     )
 
 

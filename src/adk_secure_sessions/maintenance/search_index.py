@@ -28,7 +28,7 @@ from adk_secure_sessions.maintenance.problems import (
     orphaned_in_index,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.index_rows import check_key
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.pages import spans
@@ -58,11 +58,11 @@ class IndexChange(Result):
             rows, unless *skip_unreadable* was True.
     """
 
-    sessions: int = count("session", "compared with the search index")
-    users: int = count("user", "compared with the search index")
-    written: int = count("row", "written to the search index")
-    removed: int = count("row", "deleted from the search index", always=True)
-    bad: int = count("row", "cannot be decrypted, and not in the search index")
+    sessions: int = counter("session", "compared with the search index")
+    users: int = counter("user", "compared with the search index")
+    written: int = counter("row", "written to the search index")
+    removed: int = counter("row", "deleted from the search index", always=True)
+    bad: int = counter("row", "cannot be decrypted, and not in the search index")
     problems: tuple[Problem, ...] = listing()
     complete: bool = False
 

@@ -33,7 +33,7 @@ from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotate_root import replace_master_keys
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
-from adk_secure_sessions.results import Result, count, must_be_true
+from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import (
     authenticated_features,
@@ -69,9 +69,9 @@ class Separated(Result):
     database_id: str
     resumed: bool
     complete: bool = must_be_true()
-    data_keys: int = count("data key", "deleted", always=True)
-    masters: tuple[int, ...] = count("data master", "deleted", always=True, many=True)
-    kept: int = count("replaced key", "kept")
+    data_keys: int = counter("data key", "deleted", always=True)
+    masters: tuple[int, ...] = counter("data master", "deleted", always=True, default=())
+    kept: int = counter("replaced key", "kept")
 
 
 @command

@@ -32,7 +32,7 @@ from adk_secure_sessions.maintenance.problems import (
     unlisted,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta, reads
 from adk_secure_sessions.storage.features.imports import ImportMacs
 from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
@@ -92,14 +92,14 @@ class Verification(Result):
 
     success_line = "all rows are intact"
 
-    apps: int = count("app", "decrypted", always=True)
-    users: int = count("user", "decrypted", always=True)
-    sessions: int = count("session", "decrypted", always=True)
-    events: int = count("event", "decrypted", always=True)
-    collections: int = count("collection", "decrypted")
-    items: int = count("item", "decrypted")
-    unchecked: int = count("row", "not checked, because of bad rows", wrong=True)
-    bad: int = count("row", "bad", wrong=True)
+    apps: int = counter("app", "decrypted", always=True)
+    users: int = counter("user", "decrypted", always=True)
+    sessions: int = counter("session", "decrypted", always=True)
+    events: int = counter("event", "decrypted", always=True)
+    collections: int = counter("collection", "decrypted")
+    items: int = counter("item", "decrypted")
+    unchecked: int = counter("row", "not checked, because of bad rows", wrong=True)
+    bad: int = counter("row", "bad", wrong=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 

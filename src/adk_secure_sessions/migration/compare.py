@@ -31,7 +31,7 @@ from adk_secure_sessions.migration.sources import (
     Source,
     Unreadable,
 )
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 
 _READS = 4  # the maximum number of sessions of the target that are read at the same time
@@ -66,14 +66,14 @@ class Comparison(Result):
         seconds: How long the comparison took.
     """
 
-    sessions: int = count("session", "compared", always=True)
-    events: int = count("event", "compared", always=True)
-    states: int = count("state", "compared", always=True)
-    equal: int = count("session", "equal in every field that was copied")
-    missing: int = count("session", "not copied", wrong=True)
-    different: int = count("item", "different or in conflict", wrong=True)
-    bad: int = count("item", "cannot be read in the source", wrong=True)
-    changed: int = count("session", "deleted, created or changed in the source", wrong=True)
+    sessions: int = counter("session", "compared", always=True)
+    events: int = counter("event", "compared", always=True)
+    states: int = counter("state", "compared", always=True)
+    equal: int = counter("session", "equal in every field that was copied")
+    missing: int = counter("session", "not copied", wrong=True)
+    different: int = counter("item", "different or in conflict", wrong=True)
+    bad: int = counter("item", "cannot be read in the source", wrong=True)
+    changed: int = counter("session", "deleted, created or changed in the source", wrong=True)
     clean: bool = False
     completed: bool = False
     withdrawn: bool = False

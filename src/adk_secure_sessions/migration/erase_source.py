@@ -15,7 +15,7 @@ from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, 
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.source_walk import encode_states, packed
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
-from adk_secure_sessions.results import Result, count
+from adk_secure_sessions.results import Result, counter
 
 _LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs
 
@@ -35,9 +35,9 @@ class SourceErasure(Result):
     """
 
     comparison: Comparison
-    sessions: int = count("session", "deleted in the source", changes=True)
-    events: int = count("event", "deleted in the source", changes=True)
-    states: int = count("state", "deleted in the source", changes=True)
+    sessions: int = counter("session", "deleted in the source", changes=True)
+    events: int = counter("event", "deleted in the source", changes=True)
+    states: int = counter("state", "deleted in the source", changes=True)
     changed: bool = False
     obstacles: tuple[str, ...] = ()
 

@@ -26,7 +26,7 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Unreadable,
 )
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import reads
 
 LINE_FORMAT = 1  # the format of the lines: docs/migrate.md describes it
@@ -53,15 +53,15 @@ class Export(Result):
         seconds: How long the run took.
     """
 
-    sessions: int = count("session", "exported as plaintext", always=True)
-    events: int = count("event", "exported as plaintext", always=True)
-    unchanged: int = count("session", "already in the target, with equal content")
+    sessions: int = counter("session", "exported as plaintext", always=True)
+    events: int = counter("event", "exported as plaintext", always=True)
+    unchanged: int = counter("session", "already in the target, with equal content")
     states: int = 0
-    bad: int = count("item", "not exported", wrong=True)
+    bad: int = counter("item", "not exported", wrong=True)
     stopped: bool = False
-    verified: int | None = count("session", "compared", none=True)
-    differences: int = count("item", "different in the target", wrong=True)
-    extra: int | None = count("session", "only in the target", wrong=True, none=True)
+    verified: int | None = counter("session", "compared", default=None)
+    differences: int = counter("item", "different in the target", wrong=True)
+    extra: int | None = counter("session", "only in the target", wrong=True, default=None)
     findings: tuple[Finding, ...] = listing("bad", "differences")
     seconds: float = 0.0
 

@@ -35,7 +35,7 @@ from adk_secure_sessions.migration.sources import (
     Source,
     Unreadable,
 )
-from adk_secure_sessions.results import Result, count, listing
+from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.storage.schema import MigratedRow
@@ -76,15 +76,15 @@ class Migration(Result):
         seconds: How long the run took.
     """
 
-    copied: int = count("session", "copied", always=True, changes=True)
-    events: int = count("event", "copied", always=True, changes=True)
-    states: int = count("state", "copied", always=True, changes=True)
-    expired: int = count("session", "of them have expired already, so no service returns them")
-    unchanged: int = count("session", "not changed in the source since they were copied")
-    conflicts: int = count("item", "in conflict, and left unchanged", wrong=True)
-    bad: int = count("item", "cannot be read, and not copied", wrong=True)
-    gone: int = count("session", "copied before, and no longer in the source")
-    behind: int = count("session", "changed in the source during this run")
+    copied: int = counter("session", "copied", always=True, changes=True)
+    events: int = counter("event", "copied", always=True, changes=True)
+    states: int = counter("state", "copied", always=True, changes=True)
+    expired: int = counter("session", "of them have expired already, so no service returns them")
+    unchanged: int = counter("session", "not changed in the source since they were copied")
+    conflicts: int = counter("item", "in conflict, and left unchanged", wrong=True)
+    bad: int = counter("item", "cannot be read, and not copied", wrong=True)
+    gone: int = counter("session", "copied before, and no longer in the source")
+    behind: int = counter("session", "changed in the source during this run")
     deleted_gone: bool = False
     has_others: bool = False
     stopped: bool = False
