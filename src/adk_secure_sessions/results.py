@@ -49,7 +49,8 @@ def counter(
         words: What happened to it.
         hint: What to do about it.
         always: Also print the counter if it is 0.
-        changes: The run has changed what is counted: the line of a dry run begins with "would be".
+        changes: What is counted was changed by the run.  A dry run changes nothing, so its line
+            begins with "would be".
         wrong: The command exits 1 unless the counter is 0.
         default: `()` for a field that is a tuple, whose length is printed; None for a field that is
             None if there was nothing to count.

@@ -38,7 +38,7 @@ def _parse_zone(value: str) -> ZoneInfo:
         raise click.BadParameter(hint) from None
 
 
-_OF_SOURCE = (
+_SOURCE_OPTIONS = (
     click.option(
         "--from",
         "db_url",
@@ -77,8 +77,8 @@ _OF_SOURCE = (
     click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
     on_database(url=TO),
 )
-_ARGUMENTS_OF_SOURCE = ("db_url", "keys", "backends", "key_db_url", "time_zone")
-_OF_SELECTION = (
+_SOURCE_ARGUMENTS = ("db_url", "keys", "backends", "key_db_url", "time_zone")
+_SELECTION_OPTIONS = (
     click.option("--app", metavar="NAME", help="Only sessions of this app."),
     click.option(
         "--since",
@@ -110,7 +110,7 @@ def migrate() -> None:
 @age_option("--expires-after", "How long after its last update a copied session expires.")
 @with_dry_run
 @with_packing
-@with_all(*_OF_SELECTION, *_OF_SOURCE)
+@with_all(*_SELECTION_OPTIONS, *_SOURCE_OPTIONS)
 def copy(db: Database, dry_run: bool, **options: Any) -> None:
     """Copy sessions and states from another database.  Run it again to copy what has changed.
 
@@ -128,7 +128,7 @@ def copy(db: Database, dry_run: bool, **options: Any) -> None:
 
 
 @migrate.command("compare")
-@with_all(*_OF_SELECTION, *_OF_SOURCE)
+@with_all(*_SELECTION_OPTIONS, *_SOURCE_OPTIONS)
 def compare(db: Database, **options: Any) -> None:
     """Compare every session and state on both sides, field by field.  Copy nothing.
 
@@ -147,7 +147,7 @@ def compare(db: Database, **options: Any) -> None:
 @migrate.command("erase-source")
 @with_confirm
 @with_dry_run
-@with_all(*_OF_SOURCE)
+@with_all(*_SOURCE_OPTIONS)
 def erase_source(db: Database, confirm: str | None, dry_run: bool, **options: Any) -> None:
     """Compare both sides and, if everything is equal, delete the rows of the source.
 
@@ -181,7 +181,7 @@ def _run(
 
     If *work* makes a *change* that nobody can undo, first ask for the name of the source.
     """
-    of_source = {name: options.pop(name) for name in _ARGUMENTS_OF_SOURCE}
+    of_source = {name: options.pop(name) for name in _SOURCE_ARGUMENTS}
     if "since" in options:
         app, since = options.pop("app"), options.pop("since")
         since = None if since is None else of_datetime(since)

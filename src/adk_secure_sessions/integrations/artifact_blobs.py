@@ -135,7 +135,7 @@ async def check_blobs(
                 detail = "its blob is marked as deleted, by another copy of this database"
                 problems.add(events.name, row, Reason.MISMATCH, detail)
     result.blobs, result.unused = len(named), len(stored.keys() - named)
-    return problems.stored_in(result)
+    return problems.write_to(result)
 
 
 async def stored_wrongly(
@@ -219,7 +219,7 @@ async def purge_blobs(
     if not dry_run:
         for name in withdrawn:
             await blobs.unmark(name)
-    result = problems.stored_in(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
+    result = problems.write_to(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
     if withdrawn or problems.count:
         return result
     await reject_orphans(db)

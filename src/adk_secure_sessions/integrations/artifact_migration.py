@@ -150,7 +150,7 @@ async def migrate_artifacts(
             else:
                 result.changed += 1
         await source.clean_up()
-    return run.findings.stored_in(result, began)
+    return run.findings.write_to(result, began)
 
 
 @hides_locals

@@ -25,7 +25,7 @@ from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.counts import count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted
+from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted_detail
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta
@@ -33,7 +33,7 @@ from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import FeatureName
 
-UNLISTED = unlisted(
+UNLISTED_TRAIL = unlisted_detail(
     f"{audit_records.name} has rows",
     FeatureName.AUDIT,
     "services with Audit(table=True) and maintenance commands add the feature again",
@@ -145,7 +145,7 @@ async def verify_audit(
     logged.find_missing(trail.purged_heads)
     trail.meter.finish()
     result.records, result.purged = trail.records, len(trail.purged_heads)
-    return trail.problems.stored_in(result)
+    return trail.problems.write_to(result)
 
 
 @audit.command
@@ -189,7 +189,7 @@ async def export_audit(
     async for chain, _ in trail.chains():
         await trail.check(chain, export)
     trail.meter.finish()
-    return trail.problems.stored_in(result)
+    return trail.problems.write_to(result)
 
 
 @audit.command
@@ -242,7 +242,7 @@ async def purge_audit(
         else:
             result.kept += 1
     trail.meter.finish()
-    return trail.problems.stored_in(result)
+    return trail.problems.write_to(result)
 
 
 class _LastRecord(NamedTuple):
@@ -274,7 +274,7 @@ class _Trail:
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
         if self._db.trail_was_unlisted:
-            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED)
+            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED_TRAIL)
         ((number,),) = await self._db.unit.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"

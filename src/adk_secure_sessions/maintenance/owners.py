@@ -62,12 +62,12 @@ async def current_keys(
         _, current[owner], _ = split_at_current(rows, ())
         key_id = encrypting.get(owner)
         if key_id is not None and key_id != current[owner].id:
-            _, current[owner], newer = split_at_current(rows, await _names(db, owner, key_id))
+            _, current[owner], newer = split_at_current(rows, await _named_ids(db, owner, key_id))
             newer_than_current.update(row.id for row in newer)
     return current, newer_than_current
 
 
-async def _names(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:
+async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:
     if not db.has_root_keys:
         return [key_id]
     try:

@@ -1,10 +1,9 @@
 """Count and list rows that cannot be decrypted, and find orphaned rows.
 
-Services never read orphaned rows; see `Problem`.  `retire` deletes keys, and `purge blobs` deletes
-contents of artifacts, because no row names them.  An attacker may have removed the row that an
-orphaned row belongs to, and somebody may restore this row later.  Until then, the orphaned row may
-need any key, and may name any content.  Commands that delete what the operator or an authentic row
-names, such as `erase-user` and `purge`, need no such check.
+Services never read orphaned rows; see `Problem`.  But an attacker may have removed the row that an
+orphaned row belongs to, and somebody may restore it later.  Until then, the orphaned row may need
+any key, and may name any content of an artifact.  Therefore `retire`, which deletes keys that no
+row needs, and `purge blobs`, which deletes contents that no row names, first reject orphaned rows.
 """
 
 import struct
@@ -110,13 +109,13 @@ class Problems(CappedList[Problem]):
             self._named.add(name)
         return is_shared
 
-    def stored_in(self, result: T) -> T:
+    def write_to(self, result: T) -> T:
         """Set the fields `bad` and `problems` of *result*, and return it."""
         vars(result).update(bad=self.count, problems=tuple(self.items))
         return result
 
 
-def unlisted(what: str, feature: str, remedy: str) -> str:
+def unlisted_detail(what: str, feature: str, remedy: str) -> str:
     """Return the detail of a problem: the database uses *feature*, and does not list it."""
     return (
         f"{what}, and the feature '{feature}' is not listed: an older list was replayed; {remedy}"

@@ -132,8 +132,8 @@ async def retire(
     await db.reread_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
     await reject_orphans(db)
-    limit = Meter(None, 0, rows_per_second)
-    await _reject_unreadable_sessions(db, limit)
+    throttle = Meter(None, 0, rows_per_second)
+    await _reject_unreadable_sessions(db, throttle)
     ((total,),) = await db.unit.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total), None)
     kept: CappedList[KeptKey] = CappedList()
@@ -141,7 +141,7 @@ async def retire(
     owner_tag, size = data_keys.c.owner, db.limits.keys_per_page
     async for owners in pages(db.unit.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
-            keys = await _retire_data_keys(db, owner, dry_run, limit)
+            keys = await _retire_data_keys(db, owner, dry_run, throttle)
             deleted += len(keys.unused)
             spare += keys.spare
             kept.extend(keys.kept)
@@ -164,7 +164,7 @@ def reject_wrapper(survey: Survey, command: str) -> None:
         )
 
 
-async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
+async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
     """Raise TamperedError if the row of a session cannot be decrypted.
 
     An attacker may have moved the session's row to another user.  Then the owner of the session is
@@ -178,7 +178,7 @@ async def _reject_unreadable_sessions(db: Database, limit: Meter) -> None:
             if isinstance(error, Exception):
                 detail = "it cannot be decrypted, and may need any key: run `verify` for the cause"
                 raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
-        await limit.advance(len(page))
+        await throttle.advance(len(page))
 
 
 class _Replaced(NamedTuple, Generic[K]):
@@ -193,12 +193,12 @@ class _Replaced(NamedTuple, Generic[K]):
 
 
 async def _retire_data_keys(
-    db: Database, owner_tag: bytes, dry_run: bool, limit: Meter
+    db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
 ) -> _Replaced[DataKeyRow]:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.unit.read_data_keys([owner_tag])).data_keys
     try:
-        decrypted = await _decrypt_owner(db, owner_tag, rows, limit)
+        decrypted = await _decrypt_owner(db, owner_tag, rows, throttle)
     except UNREADABLE:
         # SQLite stores any type in any column, so a modified generation may have another type.
         sound = all(isinstance(row.generation, int) for row in rows)
@@ -206,10 +206,10 @@ async def _retire_data_keys(
         return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _Replaced([], [])
-    together = db.unit.executors.key_tables is db.unit.executors.data
-    work = partial(_find_unused, owner_tag, rows, *decrypted, together, dry_run)
+    in_one_database = db.unit.executors.key_tables is db.unit.executors.data
+    work = partial(_find_unused, owner_tag, rows, *decrypted, in_one_database, dry_run)
     keys = await db.unit.change(work, commit=not dry_run)
-    if keys.unused and not together and not dry_run:
+    if keys.unused and not in_one_database and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
@@ -220,7 +220,7 @@ async def _retire_data_keys(
 
 
 async def _decrypt_owner(
-    db: Database, owner_tag: bytes, rows: list[DataKeyRow], limit: Meter
+    db: Database, owner_tag: bytes, rows: list[DataKeyRow], throttle: Meter
 ) -> tuple[tuple[int, ...], reads.HeaderCounts] | None:
     """Decrypt all records of the owner, or raise one of `UNREADABLE`; return None if it is gone.
 
@@ -243,7 +243,7 @@ async def _decrypt_owner(
                 await db.unit.run(check)
                 of_session = check.count_headers()
                 headers += of_session
-                await limit.advance(of_session.total())
+                await throttle.advance(of_session.total())
     return checked.key_ids, headers
 
 
@@ -252,11 +252,11 @@ def _find_unused(
     rows: list[DataKeyRow],
     named: tuple[int, ...],
     decrypted: reads.HeaderCounts,
-    together: bool,
+    in_one_database: bool,
     dry_run: bool,
     connection: sa.Connection,
 ) -> _Replaced[DataKeyRow]:
-    """Find the owner's unused data keys; delete them if they are *together* with the data."""
+    """Find the owner's unused data keys; delete them if the data is in the same database."""
     dialect_of(connection).see_what_is_committed(connection)
 
     def locked(query: sa.Select[Any]) -> list[Any]:
@@ -266,7 +266,7 @@ def _find_unused(
     queries = (sa.select(table.c.id).where(table.c.tag == owner_tag) for table in (apps, users))
     app, user = (next((row.id for row in locked(query)), None) for query in queries)
     is_unchanged = not (app is None and user is None)
-    if together:
+    if in_one_database:
         # This lock waits for services that have locked a key because they write with it.
         query = DATA_KEYS.where(data_keys.c.owner == owner_tag)
         stored = {DataKeyRow(*row) for row in locked(query)}
@@ -275,7 +275,7 @@ def _find_unused(
         rows = [row for row in rows if row in stored]
     headers = decrypted | _count_headers(owner_tag, user, connection) if is_unchanged else None
     keys = _select_unused(rows, named, headers)
-    if keys.unused and together and not dry_run:
+    if keys.unused and in_one_database and not dry_run:
         _delete(keys.unused, connection)
     return keys
 

@@ -260,8 +260,8 @@ class DataRotationRun(Rotation):
     ) -> bool:
         """Return whether the key of *record* was created after the owner's keys were read.
 
-        A service with another backend may do that.  The next pass re-encrypts the record.  A key
-        that cannot be unwrapped is none: an attacker may have inserted its row.
+        A service with another backend may create such a key.  The next pass re-encrypts the record.
+        Return False if the key cannot be unwrapped: an attacker may have inserted its row.
         """
         facts = getattr(error, "reason", None), getattr(error, "table", None)
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
@@ -307,11 +307,11 @@ def _replace(changes: _Changes, connection: sa.Connection) -> None:
             values = {f"at_{number}": value for number, value in enumerate(record.key)}
             version, header = column.version_of(record.row), record.stored[:HEADER_LENGTH]
             parameters.append({**values, "at_version": version, "at_header": header, "new": sealed})
-        connection.execute(_swap(column), parameters)
+        connection.execute(_replace_if_unchanged(column), parameters)
 
 
 @functools.cache
-def _swap(column: SealedColumn[Any]) -> sa.Update:
+def _replace_if_unchanged(column: SealedColumn[Any]) -> sa.Update:
     """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
     The statement compares the row's version, if it has one, and the record's header, which names

@@ -136,7 +136,9 @@ class _MasterRotationRun(Rotation):
             fresh, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
-            await self._db.unit.change_keys(partial(_add, fresh, len(survey.keyring), database_id))
+            await self._db.unit.change_keys(
+                partial(_insert_master, fresh, len(survey.keyring), database_id)
+            )
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.rotated
@@ -183,7 +185,9 @@ class _MasterRotationRun(Rotation):
         return sum(count.keys for count in counts if count.master_id != self.result.master_id)
 
 
-def _add(row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection) -> None:
+def _insert_master(
+    row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection
+) -> None:
     """Add *row* to the keyring if it still has *known* rows, and the database still has its id.
 
     The new row changes the number of rows: at the latest when a service stores a data key, it

@@ -34,7 +34,7 @@ from adk_secure_sessions.storage.survey import Survey
 _PASSES = 3  # the maximum number of passes of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
-_END = 253_402_300_800_000_000
+_YEAR_10000 = 253_402_300_800_000_000
 OVERLAPPED = "another rotation was started meanwhile; run one rotation at a time"
 
 
@@ -94,7 +94,7 @@ class Rotation(ABC):
             if self._dry_run or not (self.result.left and is_changed):
                 break
         await self._after_passes()
-        self._problems.stored_in(self.result)
+        self._problems.write_to(self.result)
         if self._dry_run or self.result.left or self.result.bad:
             await self._require_checkpoint()
         else:
@@ -122,7 +122,10 @@ class Rotation(ABC):
 
     @abstractmethod
     async def _count_left(self) -> int:
-        """Count the rows that use an older key; in a dry run, at most those that cannot be read."""
+        """Count the rows that use an older key.
+
+        A dry run replaces nothing, so it counts none of the rows that it could replace.
+        """
 
     async def _require_checkpoint(self) -> None:
         """Raise SecureSessionError if another rotation was started after this one."""
@@ -219,7 +222,7 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
 
 def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     """Return the time of creation in *row*, which must be authentic, plus one microsecond."""
-    if row.created_at + 1 >= _END:
+    if row.created_at + 1 >= _YEAR_10000:
         detail = (
             "its time of creation is after the year 9999, so an attacker with a key that wraps it "
             "must have inserted it: delete this row"
@@ -240,15 +243,15 @@ def unfinished(
     """Yield the rotations with a checkpoint in *stored*; *master*, if given, authenticates them."""
     for name, value in sorted(stored.items()):
         if str(name).startswith(meta.ROTATION):
-            written = _FORM.fullmatch(str(value))
-            since = int(written["since"]) if written else _END
+            written = _CHECKPOINT.fullmatch(str(value))
+            since = int(written["since"]) if written else _YEAR_10000
             genuine = None
             if master is not None:
                 mac = master.mac("checkpoint", name, str(since)).hex()
                 genuine = written is not None and hmac.compare_digest(written["mac"], mac)
-            known = since if since < _END else None
+            known = since if since < _YEAR_10000 else None
             yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, genuine)
 
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.
-_FORM = re.compile(r"(?P<since>0|[1-9][0-9]{0,17}) (?P<mac>[0-9a-f]{32})")
+_CHECKPOINT = re.compile(r"(?P<since>0|[1-9][0-9]{0,17}) (?P<mac>[0-9a-f]{32})")

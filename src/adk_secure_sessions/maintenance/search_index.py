@@ -167,7 +167,7 @@ class _Filler:
         pages: AsyncIterator[list[Any]],
         fill_row: Callable[[Any], Awaitable[None]],
     ) -> None:
-        """Call *fill_row* with each of *pages*, which are rows of *table*."""
+        """Call *fill_row* with each row of *table* in *pages*; report those that are unreadable."""
 
         async def fill_or_report(row: Any) -> None:
             try:

@@ -186,7 +186,7 @@ async def status(
         tuple(masters),
         keys,
         records,
-        tuple(_progress(run, masters, keys, records) for run in rotations),
+        tuple(_with_progress(run, masters, keys, records) for run in rotations),
         await _migration(db, survey),
         await _state_index(db, survey),
         await _audit_trail(db, survey),
@@ -252,7 +252,7 @@ async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     return tuple(unfinished(survey.meta_rows, master))
 
 
-def _progress(
+def _with_progress(
     run: UnfinishedRotation,
     masters: list[MasterKey],
     keys: tuple[DataKeyCount, ...],

@@ -13,7 +13,7 @@ from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
-from adk_secure_sessions.maintenance.audit_commands import UNLISTED
+from adk_secure_sessions.maintenance.audit_commands import UNLISTED_TRAIL
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
@@ -29,7 +29,7 @@ from adk_secure_sessions.maintenance.problems import (
     Problem,
     Problems,
     orphans,
-    unlisted,
+    unlisted_detail,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counter, listing
@@ -132,7 +132,7 @@ async def verify(
     await _find_orphans(db, run.problems, *([indexed] if indexed.name in of_features else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
-    return run.problems.stored_in(run.result)
+    return run.problems.write_to(run.result)
 
 
 class _Verifier:
@@ -225,12 +225,12 @@ class _Verifier:
         }
         listed = (await self._db.survey()).features
         replayed = [
-            unlisted(evidence, feature, f"the next {writer} adds the feature")
+            unlisted_detail(evidence, feature, f"the next {writer} adds the feature")
             for feature, (evidence, writer) in _ROWS.items()
             if has_rows[feature] and feature not in listed
         ]
         if self._db.trail_was_unlisted:
-            replayed.append(UNLISTED)
+            replayed.append(UNLISTED_TRAIL)
         for detail in replayed:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 

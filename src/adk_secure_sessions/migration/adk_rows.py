@@ -31,7 +31,7 @@ Row = Sequence[Any]
 INSTALLED = f"the installed google-adk {adk_version}"
 LIMITS = "see docs/limits.md, Sizes"
 # google-adk before 1.17 stored `temp:` keys in the state delta of events.  An event whose JSON
-# contains this text is not stored as it is: `encoded` removes these keys first.
+# contains this text is not stored as it is: `source_event` removes these keys first.
 _TEMPORARY = b'"temp:'
 
 
@@ -148,7 +148,7 @@ def event_of(
             fields[name] = value
     if fields.get("timestamp") is None:
         fields["timestamp"] = seconds_of(timestamp, zone)
-    return encoded(validated(Event, fields))
+    return source_event(validated(Event, fields))
 
 
 _TEXTS = ("id", "invocation_id", "author", "branch", "error_code", "error_message")
@@ -180,10 +180,10 @@ def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> Source
         "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
         "actions": EventActions() if pickled is None else read.read(to_bytes(pickled)),
     }
-    return encoded(Event(**fields))
+    return source_event(Event(**fields))
 
 
-def encoded(event: Event) -> SourceEvent:
+def source_event(event: Event) -> SourceEvent:
     """Convert *event*, which gets an id and loses its `temp:` keys, as google-adk stores it."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})

@@ -216,7 +216,8 @@ class AdkQueries:
         sessions = []
         for key, row in zip(keys, rows, strict=True):
             number, total = counts.get(tuple(row[:3]), (0, 0))
-            version = f"{_shown(row.create_time)} {_shown(row.update_time)} {number}"
+            created, updated = map(_time_as_text, (row.create_time, row.update_time))
+            version = f"{created} {updated} {number}"
             sessions.append((SourceSession(key[0], key[1], key[2], version), row, total))
         return sessions, keys[-1] if len(rows) == limit else None
 
@@ -257,7 +258,7 @@ class AdkQueries:
     def lookup(
         self, connection: sa.Connection, key: Sequence[str], after: RowKey | None = None
     ) -> AdkPage[tuple[SourceSession, Row]]:
-        """Return the next sessions of an app, a user or, if *key* has three ids, with these."""
+        """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         if not can_store(self.dialect, *key):
             return [], None
         named = [column == name for column, name in zip(_SESSION_KEY, key, strict=False)]
@@ -457,7 +458,7 @@ def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
     return [state.label("state"), _s.c.create_time, _s.c.update_time]
 
 
-def _shown(time: Any) -> str:
+def _time_as_text(time: Any) -> str:
     # Raise no error for bytes that are not UTF-8: `adk_rows.time_of` rejects them later, and then
     # only this session is unreadable.
     return time.decode(errors="backslashreplace") if isinstance(time, bytes) else str(time)

@@ -91,18 +91,18 @@ class AdkTables(Source):
         url = None if db_url is None else _read_only(db_url)
         self._executor = executors_for(url, db_engine, None, None, {}).data
         self._time_zone = time_zone
-        self._found: AdkQueries | None = None
-        self._place = db_url, db_engine
+        self._queries: AdkQueries | None = None
+        self._given = db_url, db_engine
 
     @property
     def description(self) -> str:
         """The kind of the tables; before the first read, `google-adk's tables`."""
-        return self._found.kind.value if self._found else "google-adk's tables"
+        return self._queries.kind.value if self._queries else "google-adk's tables"
 
     @property
     def place(self) -> str:
         """The database, for messages: without user name, password and options."""
-        db_url, db_engine = self._place
+        db_url, db_engine = self._given
         url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
         return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
 
@@ -149,7 +149,7 @@ class AdkTables(Source):
         stored = [(session, queries.driver_ids(session)) for session in sessions]
         return await self._convert(
             lambda: {
-                session: readable(queries.content, session, rows[key], histories[key])
+                session: try_convert(queries.content, session, rows[key], histories[key])
                 for session, key in stored
                 if key in rows
             }
@@ -190,11 +190,11 @@ class AdkTables(Source):
         row = await self.run(partial(queries.state, table=table, key=key))
         if row is None:
             return None
-        return await self._convert(partial(readable, _state, queries, key, row))
+        return await self._convert(partial(try_convert, _state, queries, key, row))
 
     async def close(self) -> None:
-        if self._found is not None and self._found.pickles is not None:
-            self._found.pickles.close()
+        if self._queries is not None and self._queries.pickles is not None:
+            self._queries.pickles.close()
         await self._executor.close()
 
     async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
@@ -208,7 +208,7 @@ class AdkTables(Source):
         """Call *work* in a transaction; all its queries read the same state of the database."""
 
         def run_in_snapshot(connection: sa.Connection) -> T:
-            with taking_bytes(connection):
+            with texts_as_bytes(connection):
                 dialect_of(connection).begin_snapshot(connection)
                 return work(connection)
 
@@ -216,7 +216,7 @@ class AdkTables(Source):
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""
-        return executors_for(*self._place, None, None, {}).data
+        return executors_for(*self._given, None, None, {}).data
 
     async def _convert(self, work: Callable[[], T]) -> T:
         """Return the result of *work*, which converts rows, in a thread.
@@ -227,11 +227,11 @@ class AdkTables(Source):
 
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""
-        if self._found is None:
-            self._found = await self.inspect(
+        if self._queries is None:
+            self._queries = await self.inspect(
                 lambda connection: AdkQueries(connection, self._time_zone)
             )
-        return self._found
+        return self._queries
 
     async def _pages(self, work: Callable[..., AdkPage[T]]) -> AsyncIterator[list[T]]:
         after = None
@@ -245,13 +245,13 @@ class AdkTables(Source):
 
 def convert_states(queries: AdkQueries, rows: StateRows) -> States:
     """Convert *rows*, which `AdkQueries.states` has read."""
-    return {key: readable(_state, queries, key, state) for key, state in rows}
+    return {key: try_convert(_state, queries, key, state) for key, state in rows}
 
 
 def _without_events(
     queries: AdkQueries, rows: Sequence[tuple[SourceSession, Row]]
 ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-    return {session: readable(queries.content, session, row, []) for session, row in rows}
+    return {session: try_convert(queries.content, session, row, []) for session, row in rows}
 
 
 def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> JsonObject:
@@ -259,7 +259,7 @@ def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> JsonObj
     return queries.convert_state(stored)
 
 
-def readable(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Unreadable:
+def try_convert(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Unreadable:
     """Return what *convert* returns, or why the row cannot be read."""
     try:
         return convert(*args, **kwargs)
@@ -284,7 +284,7 @@ def _read_only(db_url: str | sa.URL) -> sa.URL:
     return url.set(database=file_uri(path.absolute()), query=query)
 
 
-def taking_bytes(connection: sa.Connection) -> AbstractContextManager[None]:
+def texts_as_bytes(connection: sa.Connection) -> AbstractContextManager[None]:
     """Make the driver of SQLite return texts as bytes during the block.
 
     Otherwise content that is not UTF-8 would make the query of a whole batch fail.

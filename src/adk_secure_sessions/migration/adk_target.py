@@ -95,13 +95,13 @@ class AdkTarget(ClosedByWith):
         if self._file is not None:
             create_private_file(self._file)
         await self._run(_create_tables, commit=True)
-        self._stored = AdkTables(self._url)
+        self._reader = AdkTables(self._url)
         self.is_open = True
 
     async def close(self) -> None:
         """Close the connections."""
         if self.is_open:
-            await self._stored.close()
+            await self._reader.close()
         await self._executor.close()
 
     # --- write -----------------------------------------------------------------------------------
@@ -124,29 +124,32 @@ class AdkTarget(ClosedByWith):
         ]
         if len({row["id"] for row in rows}) < len(rows):
             raise ConversionError("two of its events have the same id")
-        self._sort(rows, content.events)
+        self._keep_order(rows, content.events)
         return row, rows
 
     async def insert(self, batch: Mapping[Ids, SessionRows]) -> dict[Ids, str]:
-        """Insert sessions, each in whole or not at all, and return why which ids were rejected."""
-        if not batch or await self._try(partial(self._insert, batch=batch.values())) is None:
+        """Insert each session in whole or not at all; return the reason for each rejected one."""
+        if not batch or await self._attempt(partial(self._insert, batch=batch.values())) is None:
             return {}
         rejected = {}
         for ids, rows in batch.items():
-            reason = await self._try(partial(self._insert, batch=[rows]))
+            reason = await self._attempt(partial(self._insert, batch=[rows]))
             if reason is not None:
                 rejected[ids] = reason
         return rejected
 
     async def insert_state(self, owner: Ids, state: bytes) -> bool:
-        """Insert a state; return False if the target has it, raise ConversionError if another."""
+        """Insert a state, or return False if the target already has the same state.
+
+        Raise ConversionError if the target has another state.
+        """
         self._check_texts(*owner)
         row = dict(zip(("app_name", "user_id"), owner, strict=False))
         row["state"] = self._json(state)
         now = datetime.now(UTC).replace(tzinfo=None)
         model = v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
-        insert = self._inserting(model)
-        reason = await self._try(
+        insert = self._insert_statement(model)
+        reason = await self._attempt(
             lambda connection: connection.execute(insert, [{**row, "update_time": now}]).close()
         )
         if reason is None:
@@ -163,13 +166,13 @@ class AdkTarget(ClosedByWith):
     async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
         """Return how sessions of the target differ from *contents*; None for one that does not."""
         listed = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
-        found = await self._stored.read(listed)
+        found = await self._reader.read(listed)
         pairs = zip(listed, contents.items(), strict=True)
         return {ids: _difference(content, found.get(one)) for one, (ids, content) in pairs}
 
     async def state_difference(self, owner: Ids, state: bytes) -> str | None:
         """Return how a state of the target differs from *state*; None if both are equal."""
-        found = await self._stored.state(*owner)
+        found = await self._reader.state(*owner)
         if found is None:
             return MISSING
         if isinstance(found, Unreadable):
@@ -201,7 +204,7 @@ class AdkTarget(ClosedByWith):
             "event_data": self._json(json_of(event)),
         }
 
-    def _sort(self, rows: list[dict[str, Any]], history: Sequence[SourceEvent]) -> None:
+    def _keep_order(self, rows: list[dict[str, Any]], history: Sequence[SourceEvent]) -> None:
         """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
         google-adk sorts events by this column.  If the value of an event is not greater than the
@@ -247,12 +250,14 @@ class AdkTarget(ClosedByWith):
     # --- statements ------------------------------------------------------------------------------
 
     def _insert(self, connection: sa.Connection, batch: Collection[SessionRows]) -> None:
-        connection.execute(self._inserting(v1.StorageSession), [session for session, _ in batch])
+        connection.execute(
+            self._insert_statement(v1.StorageSession), [session for session, _ in batch]
+        )
         rows = [row for _, events in batch for row in events]
         if rows:
-            connection.execute(self._inserting(v1.StorageEvent), rows)
+            connection.execute(self._insert_statement(v1.StorageEvent), rows)
 
-    def _inserting(self, model: Any) -> sa.Insert:
+    def _insert_statement(self, model: Any) -> sa.Insert:
         """Return the INSERT into google-adk's table, whose parameters for JSON are texts.
 
         In some releases of google-adk, SQLAlchemy warns about google-adk's own type of JSON.
@@ -265,7 +270,7 @@ class AdkTarget(ClosedByWith):
             values[column.name] = sa.cast(value, JSONB) if is_jsonb else value
         return sa.insert(sa.table(model.__tablename__, *map(sa.column, values))).values(values)
 
-    async def _try(self, work: Callable[[sa.Connection], None]) -> str | None:
+    async def _attempt(self, work: Callable[[sa.Connection], None]) -> str | None:
         """Run *work* in a transaction; return why the database rejects its rows, or None."""
 
         async def attempt() -> str | None:

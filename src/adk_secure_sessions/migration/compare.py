@@ -119,12 +119,12 @@ class ComparisonRun:
         self._source, self._db = source, db
         self._selection = selection
         self._findings = Findings(with_ids=show_ids)
-        self._done = Comparison()
+        self._result = Comparison()
 
     async def run(self, progress: Progress | None, *, stores_mark: bool = True) -> Comparison:
         """Compare everything; if *stores_mark* is True, store or remove the mark."""
         began = time.monotonic()
-        db, result = self._db, self._done
+        db, result = self._db, self._result
         self.walk = Walk(self._source, db, (await db.keyring()).index_master, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async for sessions in self.walk.sessions():
@@ -153,7 +153,7 @@ class ComparisonRun:
             await db.imports.complete_migration()
         if stores_mark and not result.clean:
             result.withdrawn = await db.imports.withdraw_migration()
-        return self._findings.stored_in(result, began)
+        return self._findings.write_to(result, began)
 
     async def _compare(self, pair: SessionPair) -> None:
         reason = await self._reason(pair)
@@ -163,18 +163,18 @@ class ComparisonRun:
             if again is None:
                 return
             pair, reason = again, await self._reason(again)
-        self._done.sessions += 1
+        self._result.sessions += 1
         if isinstance(pair.content, SessionContent):
-            self._done.events += len(pair.content.events)
+            self._result.events += len(pair.content.events)
         else:
-            self._done.bad += 1
+            self._result.bad += 1
         if not reason:
             # A session that was deleted in the target has no copy that could be equal.
-            self._done.equal += pair.status is not ImportStatus.DELETED
+            self._result.equal += pair.status is not ImportStatus.DELETED
         elif reason == _MISSING:
-            self._done.missing += 1
+            self._result.missing += 1
         elif isinstance(pair.content, SessionContent):
-            self._done.different += 1
+            self._result.different += 1
         if reason:
             self._findings.add(pair.tag, reason, *pair.ids)
         await self._meter.advance()
@@ -203,17 +203,17 @@ class ComparisonRun:
         return f"{_OLDER}; {reason}" if pair.status is ImportStatus.OLDER else reason
 
     async def _compare_state(self, pair: StatePair) -> None:
-        self._done.states += 1
+        self._result.states += 1
         content = pair.content
         if isinstance(content, Unreadable):
-            self._done.bad += 1
+            self._result.bad += 1
             self._findings.add(pair.tag, content.reason, *pair.ids)
             return
         assert content is not None
         if reason := await self._state_reason(pair, content):
             reason = await self._state_reason(await self.walk.state_read_again(pair), content)
         if reason:
-            self._done.different += 1
+            self._result.different += 1
             self._findings.add(pair.tag, reason, *pair.ids)
         else:
             self.equal_states.add(packed(*pair.ids) + content)

@@ -11,7 +11,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
-from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, taking_bytes
+from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, texts_as_bytes
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.source_walk import encode_states, packed
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
@@ -138,7 +138,7 @@ async def erase_source(
 
 def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
     """Lock the tables, and return whether all sessions and states were compared in this version."""
-    with taking_bytes(connection):
+    with texts_as_bytes(connection):
         queries.lock(connection)
         if not all(map(run.walk.has_visited, queries.session_versions(connection))):
             return False

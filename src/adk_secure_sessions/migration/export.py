@@ -148,7 +148,7 @@ class _ExportRun:
         except Stop:
             self.result.stopped = True
         self._meter.finish()
-        return self._findings.stored_in(self.result, began)
+        return self._findings.write_to(self.result, began)
 
     async def readable_sessions(
         self, *, reports: bool = True

@@ -55,7 +55,7 @@ _SessionIds = tuple[str, str, str]  # the app name, the user id and the session 
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_OF_DATABASE = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
+_SERVICE_MARKER = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
 _CACHED_OWNERS = 10_000  # the maximum number of apps and users in `_settled_owners`
 _AT_ONCE = 32  # the number of states that are copied at the same time
 _CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
@@ -151,7 +151,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
         await self._service.prepare_tables()
-        await self._falls_back()
+        await self._uses_source()
 
     @audit.accessed("session.create", _THE_SERVICE)
     async def create_session(
@@ -169,8 +169,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         AlreadyExistsError also if the source has a session with this id.
         """
         check_ids(app_name, user_id, session_id or "")
-        if await self._falls_back():
-            if session_id is not None and await self._has((app_name, user_id, session_id)):
+        if await self._uses_source():
+            if session_id is not None and await self._source_has((app_name, user_id, session_id)):
                 raise AlreadyExistsError("A session with this id already exists.")
             await self._copy_states(app_name, user_id)
         return await self._service.create_session(
@@ -200,7 +200,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             session_id=session_id,
             config=config,
         )
-        if await self._falls_back():
+        if await self._uses_source():
             await self._copy_states(app_name, user_id)
             session = await get()
             if session is not None or not await self._copy(ids):
@@ -219,7 +219,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """
         check_ids(app_name, user_id or "", "")
         listing = partial(self._service.list_sessions, app_name=app_name, user_id=user_id)
-        if not await self._falls_back():
+        if not await self._uses_source():
             return await listing()
         # Read the source first.  If a session is copied after that, both listings contain it.
         of_source = await self._sessions_of(app_name, user_id)
@@ -260,7 +260,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
-        if await self._falls_back() and await self._has(ids):
+        if await self._uses_source() and await self._source_has(ids):
             await self._imports.tombstone(*ids)
         await self._service.delete_session(
             app_name=app_name, user_id=user_id, session_id=session_id
@@ -270,7 +270,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, which is copied if it was not copied yet."""
         check_ids(app_name, user_id, "")
-        if await self._falls_back():
+        if await self._uses_source():
             await self._copy_states(app_name, user_id)
         return await self._service.get_user_state(app_name=app_name, user_id=user_id)
 
@@ -284,9 +284,9 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return event
         ids = (session.app_name, session.user_id, session.id)
         check_ids(*ids)
-        if await self._falls_back():
+        if await self._uses_source():
             await self._copy_states(session.app_name, session.user_id)
-            if not _OF_DATABASE.fullmatch(session._storage_update_marker or ""):
+            if not _SERVICE_MARKER.fullmatch(session._storage_update_marker or ""):
                 await self._copy(ids)
         return await self._service.append_event(session, event)
 
@@ -303,7 +303,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     # --- Copied sessions and states ---------------------------------------------------------------
 
-    async def _falls_back(self) -> bool:
+    async def _uses_source(self) -> bool:
         """Return whether to read the source: not if the mark that ends the migration is stored.
 
         The mark is read again each time that this process has read the keyring.
@@ -390,7 +390,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 self.copied_sessions,
             )
 
-    async def _has(self, ids: _SessionIds) -> bool:
+    async def _source_has(self, ids: _SessionIds) -> bool:
         """Return whether the source has a session that no row of `secure_migrated` supersedes."""
         session = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the

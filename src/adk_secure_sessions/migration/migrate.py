@@ -170,12 +170,13 @@ async def migrate(
     )
     try:
         await run.copy()
-        await run.find_gone(delete=delete_gone)
+        await run.count_changed()
+        await run.report_gone(delete=delete_gone)
     except Stop:
         result.stopped = True
     run.meter.finish()
     result.has_others = await source.has_others()
-    return run.findings.stored_in(result, began)
+    return run.findings.write_to(result, began)
 
 
 @dataclass
@@ -187,7 +188,7 @@ class _MigrationRun:
     target: Database
     findings: Findings
     meter: Meter
-    limit: Meter  # of the events per second
+    throttle: Meter  # of the events per second
     writes: bool
     skip_bad: bool
     lifetime: int | None  # microseconds
@@ -216,7 +217,7 @@ class _MigrationRun:
     async def _copy_session(self, pair: SessionPair) -> None:
         status, content = pair.status, pair.content
         if isinstance(content, SessionContent):
-            await self.limit.advance(len(content.events))
+            await self.throttle.advance(len(content.events))
             try:
                 status = await self._import(pair, content)
             except ConversionError as error:
@@ -313,10 +314,16 @@ class _MigrationRun:
         if not self.skip_bad:
             raise Stop
 
-    async def find_gone(self, *, delete: bool) -> None:
-        """Count the sessions that have changed since, and those that the source no longer has."""
+    async def count_changed(self) -> None:
+        """Count the sessions that were created or changed in the source since `copy` listed them.
+
+        This also finds the copies for `report_gone`.
+        """
         async for _ in self.walk.changed_or_new():
             self.result.behind += 1
+
+    async def report_gone(self, *, delete: bool) -> None:
+        """List the copied sessions that the source no longer has; with *delete*, delete them."""
         if delete and self.walk.has_unknown_ids:
             raise ConfigurationError(
                 "the source has sessions whose ids cannot be decrypted, so any copy may be a copy "
@@ -328,7 +335,7 @@ class _MigrationRun:
                 self.result.bad += 1
                 self.findings.add(tag, copy.reason, *ids)
                 continue
-            if delete and not self.walk.versions:
+            if delete and not self.walk.listed_versions:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"

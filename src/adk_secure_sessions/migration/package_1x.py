@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.json_text import TEMP_PREFIX, JsonObject
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
-from adk_secure_sessions.migration.adk_tables import AdkTables, readable
+from adk_secure_sessions.migration.adk_tables import AdkTables, try_convert
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     SessionContent,
@@ -84,12 +84,12 @@ class Package1x(AdkTables):
         return Kind.PACKAGE_1X.value
 
     async def queries(self) -> AdkQueries:
-        if self._found is None:
+        if self._queries is None:
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.inspect(work)
             samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
             found = await asyncio.to_thread(
-                lambda: [readable(queries.convert_state, state) for state in samples]
+                lambda: [try_convert(queries.convert_state, state) for state in samples]
             )
             reasons = [state.reason for state in found if isinstance(state, Unreadable)]
             if reasons and len(reasons) == len(found):
@@ -97,8 +97,8 @@ class Package1x(AdkTables):
                     "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
                     f"give the keys of its backends ({reasons[0]})"
                 )
-            self._found = queries
-        return self._found
+            self._queries = queries
+        return self._queries
 
 
 @hides_locals

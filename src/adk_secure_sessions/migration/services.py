@@ -13,8 +13,8 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import LIMITS, check_names, encoded
-from adk_secure_sessions.migration.adk_tables import readable
+from adk_secure_sessions.migration.adk_rows import LIMITS, check_names, source_event
+from adk_secure_sessions.migration.adk_tables import try_convert
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Selection,
@@ -123,7 +123,7 @@ class ServiceSource(Source):
                 if counts_events:
                     version = f"{session.last_update_time!r} {len(session.events)}"
                     key = key._replace(version=version)
-                contents[key] = readable(_content, key, session)
+                contents[key] = try_convert(_content, key, session)
         return contents
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
@@ -139,13 +139,13 @@ class ServiceSource(Source):
                 work = partial(self._user_state, app_name, by_user)
                 states = await in_groups(_AT_ONCE, work, batch)
                 yield {
-                    (app_name, user_id): readable(_state, state)
+                    (app_name, user_id): try_convert(_state, state)
                     for user_id, state in zip(batch, states, strict=True)
                     if state is not None
                 }
             session = await self._newest(listed)
             if session is not None:
-                yield {(app_name,): readable(_state, json_text.split_scopes(session.state).app)}
+                yield {(app_name,): try_convert(_state, json_text.split_scopes(session.state).app)}
 
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]
@@ -205,7 +205,7 @@ def _content(key: SourceSession, session: Session) -> SessionContent:
     for event in session.events:
         copied = event.model_copy(update={"actions": event.actions.model_copy()})
         try:
-            converted.append(encoded(copied))
+            converted.append(source_event(copied))
         except ValueError:
             raise ConversionError(
                 f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "

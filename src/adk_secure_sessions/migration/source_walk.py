@@ -98,12 +98,12 @@ class Walk:
     wanted: Collection[ImportStatus] = tuple(ImportStatus)
 
     def __post_init__(self) -> None:
-        self.versions: Fingerprints = Fingerprints()
+        self.listed_versions: Fingerprints = Fingerprints()
         self._tags = Fingerprints()  # of the sessions that were listed first
         # Versions that were listed but had no content when they were read.  If such a version is
         # listed again, for example by a replica that lagged behind, it has not been visited.
         self._unread: set[bytes] = set()
-        self._missing: dict[bytes, int] = {}
+        self._unlisted_copies: dict[bytes, int] = {}
         # The apps whose copies may be gone.  The copies of other apps are those of another source.
         self._app_names = {self.selection.app_name} - {None}
         # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
@@ -117,7 +117,7 @@ class Walk:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._listed():
             for session in listed:
-                self.versions.add(packed(*session))
+                self.listed_versions.add(packed(*session))
             pairs = await self._session_pairs(listed)
             for pair in pairs:
                 self._tags.add(pair.tag)
@@ -152,15 +152,15 @@ class Walk:
     def has_visited(self, session: SourceSession) -> bool:
         """Return whether the walk has yielded this version of a session."""
         version = packed(*session)
-        return version in self.versions and version not in self._unread
+        return version in self.listed_versions and version not in self._unread
 
     async def changed_or_new(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
-        await self._find_missing()
+        await self._find_unlisted_copies()
         async for listed in self._listed():
             for session in listed:
-                if self._missing:
-                    self._missing.pop(self.tag(session.ids), None)
+                if self._unlisted_copies:
+                    self._unlisted_copies.pop(self.tag(session.ids), None)
                 if not self.has_visited(session):
                     yield session
 
@@ -179,7 +179,7 @@ class Walk:
         has_apps = bool(self._app_names)
         if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
             return
-        for tag, row in self._missing.items():
+        for tag, row in self._unlisted_copies.items():
             for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids_or_error, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
@@ -194,7 +194,7 @@ class Walk:
                 if copy and copy.is_untouched:
                     yield ids, tag, copy.row
 
-    async def _find_missing(self) -> None:
+    async def _find_unlisted_copies(self) -> None:
         """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
         target, app_name = self.target, self.selection.app_name
         if self.index is None or self.selection.since is not None:
@@ -212,7 +212,7 @@ class Walk:
                 # SQLite stores any type in any column, so a modified tag may have another type.
                 known = tag if isinstance(tag, bytes) else b""
                 if known not in self._tags:
-                    self._missing[known] = row
+                    self._unlisted_copies[known] = row
 
     async def _session_pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
         if self.index is None:
@@ -370,7 +370,7 @@ class Findings(CappedList[Finding]):
         super().__init__()
         self._with_ids = with_ids
 
-    def stored_in(self, result: T, began: float) -> T:
+    def write_to(self, result: T, began: float) -> T:
         """Set the fields `findings` and `seconds` of *result*, and return it."""
         vars(result).update(findings=tuple(self.items), seconds=time.monotonic() - began)
         return result
