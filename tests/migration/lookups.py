@@ -83,9 +83,8 @@ class MemoryLookup(AdkTables):
             return header
         return header._replace(events=deepcopy(self.sessions_by_ids[key][1].events))
 
-    @property
-    def place(self) -> str:
-        return self.description
+    def limit_reads(self, seconds: float | None) -> None:
+        pass
 
     async def close(self) -> None:
         pass

@@ -31,6 +31,7 @@ from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.service import StaleSessionError
 from adk_secure_sessions.storage.features.imports import ImportStatus
+from tests.cli.support import make_adk_tables
 from tests.migration.lookups import APP, START, MemoryLookup, said
 
 KEY = bytes(range(32))
@@ -204,24 +205,24 @@ async def test_plaintext_database_that_hangs_is_an_error_without_its_password(
     await server.wait_closed()
 
 
-async def test_time_out_interrupts_a_listing_of_the_source(
-    opened: Open, source: MemoryLookup
+async def test_read_of_the_source_that_never_ends_is_interrupted(
+    encrypted: Callable[[], EncryptedSessionService], tmp_path: Path
 ) -> None:
-    ended = asyncio.Event()
-
-    async def hang(name: str) -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    source.before = hang
-    service = PlaintextFallbackService(opened().service, source, read_timeout=0.1)
-    with pytest.raises(DatabaseError, match="a source in memory"):
-        await service.list_sessions(**ADA)
-    assert ended.is_set()
-    source.before = None
-    assert await listed(service) == ["other", "visit"]
+    path = tmp_path / "adk.db"
+    make_adk_tables(path)
+    source = AdkTables(f"sqlite:///{path}")
+    async with PlaintextFallbackService(encrypted(), source, read_timeout=0.2) as service:
+        assert await service.get_session(**VISIT) is None
+        columns = ("app_name", "user_id", "id", "state", "create_time", "update_time")
+        with closing(sqlite3.connect(path)) as connection:
+            connection.executescript(
+                "DROP TABLE sessions; CREATE VIEW sessions AS WITH RECURSIVE endless(n) AS "
+                "(SELECT 1 UNION ALL SELECT n + 1 FROM endless) SELECT "
+                f"{', '.join(f'n AS {name}' for name in columns)} FROM endless WHERE n < 0"
+            )
+        reason = r"the plaintext source \(sqlite:.*adk.db\): a read did not end within 0.2 s"
+        with pytest.raises(DatabaseError, match=reason):
+            await service.get_session(**VISIT)
 
 
 # --- Writing --------------------------------------------------------------------------------------

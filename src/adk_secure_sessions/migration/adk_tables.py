@@ -88,11 +88,16 @@ class AdkTables(Source):
         db_engine: "AsyncEngine | None" = None,
         time_zone: tzinfo | None = None,
     ) -> None:
-        url = None if db_url is None else _read_only(db_url)
-        self._executor = executors_for(url, db_engine, None, None, {}).data
+        self._read_only_url = None if db_url is None else _read_only(db_url)
+        self._given = db_url, db_engine
         self._time_zone = time_zone
         self._queries: AdkQueries | None = None
-        self._given = db_url, db_engine
+        self.limit_reads(None)
+
+    def limit_reads(self, seconds: float | None) -> None:
+        """Interrupt each transaction that reads for longer; call this before the first one."""
+        url, engine = self._read_only_url, self._given[1]
+        self._executor = executors_for(url, engine, None, None, {}, seconds).data
 
     @property
     def description(self) -> str:

@@ -12,11 +12,11 @@ Imports are atomic: if another process copies, continues or deletes a session me
 stores nothing.  So this module only has to read the encrypted database after it has copied.
 """
 
-import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -30,7 +30,6 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 from adk_secure_sessions import audit
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.concurrency import ClosedByWith, in_groups
-from adk_secure_sessions.db.connect import check_read_timeout
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import JsonObject
@@ -58,7 +57,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 _SERVICE_MARKER = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
 _CACHED_OWNERS = 10_000  # the maximum number of apps and users in `_settled_owners`
 _AT_ONCE = 32  # the number of states that are copied at the same time
-_CANCEL_TIMEOUT = 5.0  # seconds to wait for a cancelled query of the source
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
 
@@ -90,7 +88,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         service: The service of the encrypted database.  Also pass this service, not the
             `PlaintextFallbackService`, to an `EncryptedArtifactService` or another service that
             uses the same database.
-        source: The plaintext source.
+        source: The plaintext source; it must not have been used yet.
         read_timeout: Seconds after which a query of the source is interrupted, and the operation
             raises `DatabaseError`; None for no limit.  Queries of *service* are not limited.
 
@@ -121,7 +119,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "
                 "it is not plaintext: stop the application, and copy the database with `migrate`"
             )
-        check_read_timeout(read_timeout)
+        source.limit_reads(read_timeout)
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
@@ -129,10 +127,6 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self._unit = service._unit
         self._imports = Imports(service._unit, service._index, create_table=service._creates_tables)
         self._source = source
-        self._read_timeout = read_timeout
-        # Cancelled queries that have not ended.  asyncio keeps no reference to a task, so Python
-        # could delete the task before it ends.
-        self._cancelled: set[asyncio.Future[Any]] = set()
         # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None
         self._is_complete = False
@@ -299,7 +293,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         try:
             await self._service.close()
         finally:
-            await self._in_time(self._source.close())
+            await self._source.close()
 
     # --- Copied sessions and states ---------------------------------------------------------------
 
@@ -342,41 +336,22 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     async def _query(self, query: Awaitable[T]) -> T:
         self._count()
-        return await self._in_time(query)
+        with self._naming_the_source():
+            return await query
 
     async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
-        while (batch := await self._in_time(anext(batches, None))) is not None:
-            self._count()
-            yield batch
+        with self._naming_the_source():
+            async for batch in batches:
+                self._count()
+                yield batch
 
-    async def _in_time(self, query: Awaitable[T]) -> T:
-        """Return the result of *query*, and cancel it if it takes longer than `read_timeout`.
-
-        A server that does not answer does not react to the cancellation, either: wait at most 5
-        seconds for its end.
-        """
-        task = asyncio.ensure_future(query)
+    @contextmanager
+    def _naming_the_source(self) -> Iterator[None]:
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._read_timeout)
-            if done:
-                return task.result()
-            raise DatabaseError(
-                f"a read of the plaintext source ({self._source.place}) did not end within "
-                f"{self._read_timeout:g} s and was interrupted: check that this database answers "
-                "and try again, or raise read_timeout of PlaintextFallbackService",
-                retryable=True,
-            )
-        finally:
-            if not task.done():
-                task.cancel()
-                self._cancelled.add(task)
-                task.add_done_callback(self._forget)
-                await asyncio.wait({task}, timeout=_CANCEL_TIMEOUT)
-
-    def _forget(self, query: asyncio.Future[Any]) -> None:
-        self._cancelled.discard(query)
-        if not query.cancelled():
-            query.exception()  # asyncio would log an exception that nobody has looked at
+            yield
+        except DatabaseError as error:
+            error.args = (f"the plaintext source ({self._source.place}): {error}",)
+            raise
 
     def _count(self) -> None:
         self.fallback_reads += 1
