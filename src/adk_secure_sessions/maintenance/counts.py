@@ -1,19 +1,33 @@
-"""Count rows, and records and data keys by the backend and the key that encrypt them."""
+"""Count rows, and records and data keys by the backend and the key that encrypt them.
+
+The *current* data key of an owner (a user or an app) is the newest one that the owner's row names.
+With a key database, the owner's newest data key may be another one: if several services write for a
+new user at once, each stores a data key, but only one of them stores the user's row.  A data key
+that is newer than the current one, and that no row or record names, is a *spare*.  Nothing is
+encrypted with it.  It is kept, because the service that created it may be about to name it.  After
+the next rotation, it is an older key, which `retire` deletes.
+"""
 
 from collections import Counter
+from collections.abc import Collection
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys, header_of
-from adk_secure_sessions.maintenance.owners import current_keys
+from adk_secure_sessions.maintenance.decrypted_rows import (
+    all_data_keys,
+    header_of,
+    read_owner_with_tag,
+)
+from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.storage.pages import spans
+from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
     SEALED,
     SealedColumn,
@@ -87,9 +101,9 @@ async def count_records(
     created at *since* or later, and can be unwrapped by *masters*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
-    newest: Counter[tuple[str, int | None]] = Counter()
-    newer: set[int] = set()  # data keys that are newer than the current ones
-    named: set[int] = set()  # those of them that records name nevertheless
+    under_current: Counter[tuple[str, int | None]] = Counter()
+    newer_keys: set[int] = set()  # data keys that are newer than the current ones
+    used_newer_keys: set[int] = set()  # those of them that records name nevertheless
     for key, query in _COUNTED:
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
@@ -97,8 +111,8 @@ async def count_records(
         async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
             groups = await span.read(db.unit.read, query, key)
             current, more = await current_keys(db, {owner for owner, *_ in groups})
-            newer |= more
-            keys = {
+            newer_keys |= more
+            current_ids = {
                 owner: row.id
                 for owner, row in current.items()
                 if isinstance(row.created_at, int)
@@ -108,13 +122,13 @@ async def count_records(
             for owner, start, rows in groups:
                 backend_id, key_id = header_ids(start) or (None, None)
                 counts[table.name, backend_id] += rows
-                if key_id is not None and key_id == keys.get(owner):
-                    newest[table.name, backend_id] += rows
-                elif key_id in newer:
-                    named.add(key_id)
+                if key_id is not None and key_id == current_ids.get(owner):
+                    under_current[table.name, backend_id] += rows
+                elif key_id in newer_keys:
+                    used_newer_keys.add(key_id)
             await meter.advance(sum(rows for *_, rows in groups))
-    records = (RecordCount(*kind, number, newest[kind]) for kind, number in counts.items())
-    return tuple(records), len(newer - named)
+    records = (RecordCount(*kind, number, under_current[kind]) for kind, number in counts.items())
+    return tuple(records), len(newer_keys - used_newer_keys)
 
 
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
@@ -135,6 +149,63 @@ def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
     except DecryptionError:
         return False
     return True
+
+
+# --- current data keys -----------------------------------------------------------------------
+
+
+def split_at_current(
+    rows: Collection[DataKeyRow], named: Collection[int]
+) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
+    """Divide all data keys of an owner: older than the current one, the current one, newer.
+
+    The current key is the newest key in *named*, or the newest of all if *named* is empty.  All
+    generations must be integers.
+    """
+    ordered = sorted(rows, key=attrgetter("generation"))
+    last = len(ordered) - 1
+    at = max((n for n, row in enumerate(ordered) if row.id in named), default=last)
+    return ordered[:at], ordered[at], ordered[at + 1 :]
+
+
+async def current_keys(
+    db: Database, owners: set[object]
+) -> tuple[dict[object, DataKeyRow], set[int]]:
+    """Return the current data key of each of *owners* (tags), and the ids of all newer ones.
+
+    If the owner's row is not authentic, the newest data key counts as the current one.  Without
+    root keys, the data key that encrypts the owner's row counts as the current one.
+    """
+    keys: dict[bytes, list[DataKeyRow]] = {}
+    for row in (await db.unit.read_data_keys(owners)).data_keys:
+        # SQLite stores any type in any column, so a modified generation can have another type.
+        if isinstance(row.generation, int):
+            keys.setdefault(row.owner, []).append(row)
+    several = [owner for owner, rows in keys.items() if len(rows) > 1]
+    encrypting: dict[object, int] = {}  # the ids in the headers of the owners' rows
+    for table, query in _HEADERS.items():
+        for tag, stored in await rows_where(db.unit.read, query, table.c.tag, several):
+            if (parts := header_ids(stored)) is not None:
+                encrypting[tag] = parts[1]
+    current: dict[object, DataKeyRow] = {}
+    newer_than_current: set[int] = set()
+    for owner, rows in keys.items():
+        _, current[owner], _ = split_at_current(rows, ())
+        key_id = encrypting.get(owner)
+        if key_id is not None and key_id != current[owner].id:
+            _, current[owner], newer = split_at_current(rows, await _named_ids(db, owner, key_id))
+            newer_than_current.update(row.id for row in newer)
+    return current, newer_than_current
+
+
+async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:
+    if not db.has_root_keys:
+        return [key_id]
+    try:
+        decrypted = await read_owner_with_tag(db, owner_tag)
+    except (WrongKeyError, *UNREADABLE):
+        return ()
+    return () if decrypted is None else decrypted[1].key_ids
 
 
 # --- statements that count -----------------------------------------------------------------------
@@ -169,3 +240,4 @@ def _by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
 
 # For each table, the column by which it is read in spans, and the query that counts its rows.
 _COUNTED = tuple((column.key[0], _by_owner(column)) for column in SEALED)
+_HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}

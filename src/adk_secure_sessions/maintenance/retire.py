@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reas
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.counts import can_unwrap, number_of
+from adk_secure_sessions.maintenance.counts import can_unwrap, number_of, split_at_current
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
     all_data_keys,
@@ -25,7 +25,6 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     sessions_of,
     sessions_with_ids,
 )
-from adk_secure_sessions.maintenance.owners import split_at_current
 from adk_secure_sessions.maintenance.problems import UNREADABLE, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counted, counter, listing

@@ -39,7 +39,7 @@ STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` return
 # multiple.
 _COMPRESSION = 3
 _UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {adk_rows.LIMITS}"
-_SAMPLES = 50  # the number of states that `first_and_last_states` reads at each end of a table
+_SAMPLES = 50  # the number of states that `_first_and_last_states` reads at each end of a table
 _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
     "either: correct or delete the row in the source"
@@ -491,7 +491,7 @@ def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
         if {"app_name", "user_id", "session_id", "timestamp"} <= columns.keys():
-            states = not_plaintext(connection) if reads_all else first_and_last_states(connection)
+            states = not_plaintext(connection) if reads_all else _first_and_last_states(connection)
             is_1x = any(map(is_envelope, states))
             kinds.add(Kind.PACKAGE_1X if is_1x else _kind_of_adk(connection, tables, columns))
     return frozenset(kinds)
@@ -514,7 +514,7 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
     return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
 
 
-def first_and_last_states(connection: sa.Connection) -> list[str | bytes]:
+def _first_and_last_states(connection: sa.Connection) -> list[str | bytes]:
     """Return the first characters of the first and the last states of each table."""
     starts: list[str | bytes] = []
     for table in _WITH_STATES:

@@ -10,23 +10,21 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from adk_secure_sessions.backends.registry import DEFAULT, NO_OP, backends_for
-from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration.adk_sql import Kind, first_and_last_states, kinds_in
+from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
 
 _AES_KEY_LENGTH = 32
-_MIXED = (
-    "the source has states that adk-secure-sessions 1.x has encrypted, and states that are not: "
-    "either it is a database of 1.x, into which somebody has written plaintext (give the key of "
-    "1.x, and the plaintext is reported as unreadable), or it is a database of google-adk, into "
-    "which 1.x has written (move the encrypted rows to another database)"
+_ENCRYPTED_BY_1X = (
+    "the source is encrypted, at least in part, by adk-secure-sessions 1.x: give the key of 1.x "
+    "with --from-key (keys), and any plaintext is reported as unreadable; or, if google-adk has "
+    "written the source, move the rows that 1.x has encrypted to another database"
 )
 
 
@@ -49,9 +47,8 @@ async def open_source(
       1.x, unless both *backends* and *keys*, or the backend `no-op`, are given.
 
     google-adk and adk-secure-sessions 1.x use the same names for their tables: if 1.x has encrypted
-    one of the first or last states, the tables are those of 1.x.  If *keys* are given, and the
-    database has no tables of this package, this function reads all states.  For a `Package1x`,
-    states and events in plaintext are unreadable.
+    one of the first or last states or, with *keys*, any state, the tables are those of 1.x.  For a
+    `Package1x`, states and events in plaintext are unreadable.
 
     Args:
         db_url: The database URL.
@@ -70,15 +67,9 @@ async def open_source(
     """
     has_keys = bool(keys) or NO_OP in backends
     async with AdkTables(db_url) as tables:
-        kinds = await tables.inspect(kinds_in)
         # The first and the last states may be plaintext.  Without reading all of them, the last
         # error below would tell the caller to omit the keys.
-        if has_keys and Kind.ENCRYPTED not in kinds:
-            kinds = await tables.inspect(partial(kinds_in, reads_all=True))
-        if Kind.PACKAGE_1X in kinds and not has_keys:
-            states = await tables.inspect(first_and_last_states)
-            if not all(map(is_envelope, states)):
-                raise ConfigurationError(_MIXED)
+        kinds = await tables.inspect(partial(kinds_in, reads_all=has_keys))
     if not kinds:
         raise ConfigurationError(
             "the source contains neither google-adk's tables nor those of this package: check the "
@@ -86,7 +77,9 @@ async def open_source(
         )
     is_1x = Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends)
     is_ours = not is_1x and Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1)
-    if (is_1x or is_ours) and not has_keys:
+    if is_1x and not has_keys:
+        raise ConfigurationError(_ENCRYPTED_BY_1X)
+    if is_ours and not has_keys:
         raise ConfigurationError(
             "the source is encrypted: give the root key of the source with --from-key (keys) and, "
             "unless it is aesgcm, the backend with --from-backend (backends)"
