@@ -9,7 +9,6 @@ converts the rows.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import tzinfo
 from functools import partial
 from pathlib import Path
@@ -213,8 +212,11 @@ class AdkTables(Source):
         """Call *work* in a transaction; all its queries read the same state of the database."""
 
         def run_in_snapshot(connection: sa.Connection) -> T:
-            with texts_as_bytes(connection):
-                dialect_of(connection).begin_snapshot(connection)
+            dialect = dialect_of(connection)
+            # SQLite's driver returns texts as bytes: otherwise content that is not UTF-8 would make
+            # the query of a whole batch fail.
+            with dialect.decoding(connection, bytes):
+                dialect.begin_snapshot(connection)
                 return work(connection)
 
         return await repeated(lambda: self._executor.run(run_in_snapshot, commit=False))
@@ -287,11 +289,3 @@ def _read_only(db_url: str | sa.URL) -> sa.URL:
     name, value = read_only_mode(path)
     query = {**url.query, name: value, "uri": "true"}
     return url.set(database=file_uri(path.absolute()), query=query)
-
-
-def texts_as_bytes(connection: sa.Connection) -> AbstractContextManager[None]:
-    """Make the driver of SQLite return texts as bytes during the block.
-
-    Otherwise content that is not UTF-8 would make the query of a whole batch fail.
-    """
-    return dialect_of(connection).decoding(connection, bytes)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -23,7 +23,6 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
 )
 from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.migration.sources import (
-    NO_IDS,
     Ids,
     Selection,
     SessionContent,
@@ -167,7 +166,7 @@ def _is_wanted(session: SessionWithIds, selection: Selection) -> bool:
 def _source_session(session: SessionWithIds) -> SourceSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
     if isinstance(ids, Exception):
-        return SourceSession("", "", name, NO_IDS + reason_of(ids))
+        return SourceSession("", "", name, "", reason_of(ids))
     # Every change of a session increases its revision, and a session that is created again has
     # another row id.
     return SourceSession(*ids[:3], f"{session.id}.{session.columns.revision}")
@@ -175,9 +174,9 @@ def _source_session(session: SessionWithIds) -> SourceSession:
 
 async def _content(db: Database, session: SourceSession) -> SessionContent | Unreadable | None:
     if not session.has_ids:
-        return Unreadable(session.version.removeprefix(NO_IDS), has_ids=False)
+        return Unreadable(session.reason, has_ids=False)
     try:
-        content = await stored_content(db, *session.ids, check_event=_check_event)
+        content = await stored_content(db, *session.ids)
     except UNREADABLE as error:
         return Unreadable(reason_of(error))
     has_expired = (
@@ -193,20 +192,11 @@ def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
 
 
 async def stored_content(
-    db: Database,
-    app_name: str,
-    user_id: str,
-    session_id: str,
-    *,
-    check_event: Callable[[bytes, int, int], bytes] = lambda plaintext, _row, _seq: plaintext,
+    db: Database, app_name: str, user_id: str, session_id: str
 ) -> SessionContent | None:
-    """Return a session of *db*, even if it has expired; None if it does not exist.
-
-    *check_event* gets the plaintext, row id of the session and `seq` of each event, and returns the
-    plaintext.
-    """
+    """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.unit.identify(app_name, user_id, session_id)
-    operation = reads.CheckSession(identity, check_event)
+    operation = reads.CheckSession(identity, _check_event)
     loaded = await db.unit.run(operation)
     if loaded is None:
         return None

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
+from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
-from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states, texts_as_bytes
+from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.source_walk import encode_states, packed
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.results import Result, counter
-
-_LOCK_WAIT = 5  # the maximum number of seconds to wait for the lock that rewriting a table needs
 
 
 @dataclass
@@ -114,7 +113,7 @@ async def erase_source(
 
     try:
         is_deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
-        obstacles = await rewrite(writer, TABLES, _LOCK_WAIT) if is_deleted else []
+        obstacles = await rewrite(writer, TABLES, db.limits.lock_wait) if is_deleted else []
     finally:
         await writer.close()
         if attempts and comparison.completed:
@@ -138,7 +137,7 @@ async def erase_source(
 
 def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
     """Lock the tables, and return whether all sessions and states were compared in this version."""
-    with texts_as_bytes(connection):
+    with dialect_of(connection).decoding(connection, bytes):
         queries.lock(connection)
         if not all(map(run.walk.has_visited, queries.session_versions(connection))):
             return False

@@ -27,20 +27,20 @@ class Selection(NamedTuple):
 
 
 EVERYTHING = Selection()
-# The version of a session whose ids cannot be decrypted begins with this text; the reason follows.
-NO_IDS = "unreadable: "
 
 
 class SourceSession(NamedTuple):
     """A session in a source, without its content.
 
-    *version* is a text that differs after each change of the session in the source.
+    *version* is a text that differs after each change of the session in the source.  If the ids
+    cannot be decrypted, *reason* says why, and the session id is only a name for messages.
     """
 
     app_name: str
     user_id: str
     session_id: str
     version: str
+    reason: str = ""
 
     @property
     def ids(self) -> tuple[str, str, str]:
@@ -48,8 +48,7 @@ class SourceSession(NamedTuple):
 
     @property
     def has_ids(self) -> bool:
-        """Whether the ids are those of the session; False if they cannot be decrypted."""
-        return not self.version.startswith(NO_IDS)
+        return not self.reason
 
 
 class SessionContent(NamedTuple):
