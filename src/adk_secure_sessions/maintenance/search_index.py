@@ -1,6 +1,6 @@
 """Fill the search index of state keys for sessions that are stored already, or delete it."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.index_rows import check_key
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
 from adk_secure_sessions.storage.pages import spans
-from adk_secure_sessions.storage.schema import indexed, sessions, users
+from adk_secure_sessions.storage.schema import Identity, indexed, sessions, users
 
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
@@ -105,8 +105,8 @@ async def fill_index(
     total = await count_rows(db, sessions, *([users] if of_users else []))
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
     if of_users:
-        await run.fill(users, owner_rows(db, users), run.fill_user)
-    await run.fill(sessions, sessions_with_ids(db), run.fill_session)
+        await run.fill(users, owner_rows(db, users))
+    await run.fill(sessions, sessions_with_ids(db))
     result = run.result
     app_tag = (await db.unit.identify(app_name)).app_tag
     result.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
@@ -161,43 +161,41 @@ class _Filler:
         self._app_name = app_name
         self._tags = tags
 
-    async def fill(
-        self,
-        table: sa.Table,
-        pages: AsyncIterator[list[Any]],
-        fill_row: Callable[[Any], Awaitable[None]],
-    ) -> None:
-        """Call *fill_row* with each row of *table* in *pages*; report those that are unreadable."""
+    async def fill(self, table: sa.Table, pages: AsyncIterator[list[Any]]) -> None:
+        """Correct the index rows of the app's users or sessions; *pages* have the rows of *table*.
 
-        async def fill_or_report(row: Any) -> None:
-            try:
-                await fill_row(row)
-            except UNREADABLE as error:
-                self.problems.add_error(error, table.name, row.id)
-                self.result.bad += 1
-            await self.meter.advance()
-
+        Report the rows that cannot be decrypted.
+        """
         async for rows in pages:
-            await in_groups(_AT_ONCE, fill_or_report, rows)
+            await in_groups(_AT_ONCE, partial(self._fill_row, table), rows)
 
-    async def fill_user(self, row: OwnerRow) -> None:
+    async def _fill_row(self, table: sa.Table, row: Any) -> None:
+        try:
+            ids = await (self._user(row) if table is users else self._session(row))
+            if ids is not None:
+                operation = CorrectIndexed(ids, self._tags, of_user=table is users)
+                # Other tasks add to the counters meanwhile, so read them after the await.
+                written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
+                self.result.written += written
+                self.result.users += table is users
+                self.result.sessions += table is sessions
+        except UNREADABLE as error:
+            self.problems.add_error(error, table.name, row.id)
+            self.result.bad += 1
+        await self.meter.advance()
+
+    async def _user(self, row: OwnerRow) -> Identity | None:
+        """Return the identity of a user; None if the user was deleted, or is one of another app."""
         decrypted = await read_owner(self._db, users, row)
-        if decrypted is not None and decrypted[0] == self._app_name:
-            await self._correct(decrypted[1].user_id, of_user=True)
-            self.result.users += 1
+        if decrypted is None or decrypted[0] != self._app_name:
+            return None
+        return await self._db.unit.identify(self._app_name, decrypted[1].user_id)
 
-    async def fill_session(self, stored: SessionWithIds) -> None:
+    async def _session(self, stored: SessionWithIds) -> Identity | None:
+        """Return the identity of a session; None for a collection, or a session of another app."""
         ids = stored.require_ids()
-        if not ids.is_collection and ids.app_name == self._app_name:
-            await self._correct(ids.user_id, ids.session_id, of_user=False)
-            self.result.sessions += 1
-
-    async def _correct(self, user_id: str, session_id: str = "", *, of_user: bool) -> None:
-        identity = await self._db.unit.identify(self._app_name, user_id, session_id)
-        operation = CorrectIndexed(identity, self._tags, of_user=of_user)
-        # Other tasks add to the counter meanwhile, so read it after the await.
-        written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
-        self.result.written += written
+        is_wanted = ids.app_name == self._app_name and not ids.is_collection
+        return await self._db.unit.identify(*ids[:3]) if is_wanted else None
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:

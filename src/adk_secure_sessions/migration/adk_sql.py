@@ -247,13 +247,25 @@ class AdkQueries:
         )
         return sessions, events, sum(states)
 
-    def session_columns(
-        self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]
-    ) -> dict[tuple[Any, ...], Row]:
-        """Return the rows of the sessions *keys*, by ids in the form that `driver_ids` returns."""
+    def with_events(
+        self, connection: sa.Connection, sessions: Sequence[SourceSession]
+    ) -> list[tuple[SourceSession, Row, list[Row]]]:
+        """Return each of *sessions* that is stored, with its row and the rows of its events."""
+        keys = [session.ids for session in sessions]
         query = sa.select(*_SESSION_KEY, *_columns(self._json(_s.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
-        return {tuple(row[:3]): row for row in connection.execute(query)}
+        found: dict[tuple[Any, ...], tuple[Row, list[Row]]]
+        found = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
+        for app_name, user_id, session_id, *columns in self._events(connection, keys):
+            if (of_session := found.get((app_name, user_id, session_id))) is not None:
+                of_session[1].append(columns)
+        stored = []
+        for session in sessions:
+            # The driver of SQLite returns ids as bytes.
+            ids = (name.encode() if self.dialect == "sqlite" else name for name in session.ids)
+            if (of_session := found.get(tuple(ids))) is not None:
+                stored.append((session, *of_session))
+        return stored
 
     def lookup(
         self, connection: sa.Connection, key: Sequence[str], after: RowKey | None = None
@@ -281,7 +293,7 @@ class AdkQueries:
         conditions = [column == name for column, name in zip(table.primary_key, key, strict=True)]
         return connection.scalar(query.where(*conditions))
 
-    def events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
+    def _events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the three ids and the columns of each event, in the order of google-adk."""
         second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
         if self._is_mysql:
@@ -293,14 +305,8 @@ class AdkQueries:
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
         return connection.execute(query.order_by(_e.c.timestamp, second)).all()
 
-    def driver_ids(self, session: SourceSession) -> tuple[Any, ...]:
-        """Return the three ids of *session* in the form in which the driver returns them."""
-        if self.dialect == "sqlite":
-            return tuple(name.encode() for name in session[:3])
-        return session[:3]
-
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
-        """Convert a row of `session_columns` or `lookup`, and the rows of its events."""
+        """Convert a row of `with_events` or `lookup`, and the rows of its events."""
         adk_rows.check_names(*session.ids)
         state = self.convert_state(row.state)
         created_at = adk_rows.time_of(row.create_time, self.sessions_zone)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import tzinfo
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
@@ -138,24 +138,11 @@ class AdkTables(Source):
         sessions = [session for session in sessions if can_store(queries.dialect, *session.ids)]
         if not sessions:
             return {}
-        keys = [session.ids for session in sessions]
-        rows, events = await self.run(
-            lambda connection: (
-                queries.session_columns(connection, keys),
-                queries.events(connection, keys),
-            )
-        )
-        histories: dict[Any, list[Row]] = {key: [] for key in rows}
-        for app_name, user_id, session_id, *columns in events:
-            history = histories.get((app_name, user_id, session_id))
-            if history is not None:
-                history.append(columns)
-        stored = [(session, queries.driver_ids(session)) for session in sessions]
+        found = await self.run(partial(queries.with_events, sessions=sessions))
         return await self._convert(
             lambda: {
-                session: try_convert(queries.content, session, rows[key], histories[key])
-                for session, key in stored
-                if key in rows
+                session: try_convert(queries.content, session, row, history)
+                for session, row, history in found
             }
         )
 
