@@ -617,15 +617,12 @@ async def test_plaintext_in_a_database_of_1_x_does_not_make_it_one_of_google_adk
     assert await detect(adk.url) == {Kind.PACKAGE_1X}
     async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
         assert isinstance(source, Package1x)
-    both = r"either it is a database of 1\.x, .* or it is a database of google-adk"
+    both = r"in part, by adk-secure-sessions 1\.x: give the key .* if google-adk has written"
     with pytest.raises(ConfigurationError, match=both):
         await open_source(adk.url)
     async with adk.source() as tables:
         with pytest.raises(ConfigurationError, match=r"adk-secure-sessions 1\.x"):
             await listed(tables)
-    adk.run("UPDATE sessions SET state = 'AQFnQUFBQUFC'")
-    with pytest.raises(ConfigurationError, match="is encrypted: give the root key"):
-        await open_source(adk.url)
 
 
 @json_kinds

@@ -382,7 +382,7 @@ async def test_database_of_adk_secure_sessions_1_is_deleted(
     (tmp_path / "aes.key").write_text(bytes(range(32)).hex() + "\n")
     (tmp_path / "aes.key").chmod(0o600)
     keys = ["env:PASSPHRASE", f"file:{tmp_path}/aes.key"]
-    with pytest.raises(ConfigurationError, match="root key of the source"):
+    with pytest.raises(ConfigurationError, match="give the key of 1"):
         await open_source(f"sqlite:///{tmp_path}/old.db")
     with pytest.raises(ConfigurationError, match="env:NAME or file:PATH"):
         await open_source(f"sqlite:///{tmp_path}/old.db", ["vault:key"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
 
 # The commands of google-adk that `AdkGroup` adds, and the help of each.
-_COMMANDS = {
+_ADK_COMMANDS = {
     "api_server": "Serve agents over HTTP (google-adk's command).",
     "run": "Run an agent in the terminal (google-adk's command).",
     "web": "Serve agents with a web page (google-adk's command).",
@@ -54,10 +54,10 @@ class AdkGroup(click.Group):
     command_class: type[click.Command] | None = Command
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted({*super().list_commands(context), *_COMMANDS})
+        return sorted({*super().list_commands(context), *_ADK_COMMANDS})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
+        if name not in _ADK_COMMANDS:
             return super().get_command(context, name)
         from google.adk.cli.cli_tools_click import main as adk
 
@@ -67,7 +67,7 @@ class AdkGroup(click.Group):
         return _without_plaintext(command)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [*_COMMANDS.items()]
+        rows = [*_ADK_COMMANDS.items()]
         for name in super().list_commands(context):
             command = super().get_command(context, name)
             if command is not None and not command.hidden:

@@ -82,7 +82,7 @@ def _common(option: str, *names: str, **settings: Any) -> Decorator:
     return click.option(option, *names, cls=Common, show_envvar=True, **settings)
 
 
-# The option that names the database of most commands is `_DB`; that of `migrate` is this one.
+# Names the database of `migrate`; other commands have `_DATABASE_URL`.
 TO = click.option(
     "--to",
     "db",
@@ -92,7 +92,7 @@ TO = click.option(
     metavar="URL",
     help="URL of the encrypted database to copy to, which is created if it does not exist.",
 )
-_DB = _common(
+_DATABASE_URL = _common(
     "--db",
     required=True,
     metavar="URL",
@@ -179,7 +179,7 @@ _KEYS = (
 
 
 def on_database(
-    *, keys: Literal["required", "optional", "none"] = "required", url: Decorator = _DB
+    *, keys: Literal["required", "optional", "none"] = "required", url: Decorator = _DATABASE_URL
 ) -> Decorator:
     """Return a decorator for a command with the argument `db`, a `Database`.
 

@@ -38,12 +38,12 @@ UNLISTED_TRAIL = unlisted_detail(
     FeatureName.AUDIT,
     "services with Audit(table=True) and maintenance commands add the feature again",
 )
-_HEAD = "audit.head"  # the event of a log line with the last record of a chain
-_PURGED = "audit.purged"  # the event of a record that names chains which were deleted
+_HEAD_EVENT = "audit.head"  # the event of a log line with the last record of a chain
+_PURGE_EVENT = "audit.purged"  # the event of a record that names chains which were deleted
 # Nobody appends to a chain 24 hours after it was begun.  Twice this time allows for clocks.
 _MIN_AGE = timedelta(hours=48)
 _CHAINS_AT_ONCE = 16  # how many chains one transaction deletes
-_LARGEST = 2**63 - 1
+_MAX_INT64 = 2**63 - 1
 
 _columns = audit_records.c
 
@@ -175,7 +175,7 @@ async def export_audit(
     if any(moment is not None and moment.tzinfo is None for moment in (since, until)):
         raise ConfigurationError("since and until must have a time zone")
     first = 0 if since is None else of_datetime(since)
-    end = _LARGEST if until is None else of_datetime(until)
+    end = _MAX_INT64 if until is None else of_datetime(until)
     trail = await _open_trail(db, progress, None)
     result = AuditExport()
 
@@ -354,7 +354,7 @@ class _Trail:
             await self.meter.advance(len(rows))
 
     def _note_purged(self, fields: dict[str, Any]) -> None:
-        if fields.get("event") == _PURGED:
+        if fields.get("event") == _PURGE_EVENT:
             self.purge_records += 1
             for purged in fields["chains"]:
                 end = _LastRecord(purged["number"], bytes.fromhex(purged["head"]))
@@ -419,7 +419,7 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     Return None if the line is anything else than the JSON of a head of the database.  Text before
     or after the JSON is not ignored: it may be what a user wrote, followed by a false head.
     """
-    if _HEAD not in line:
+    if _HEAD_EVENT not in line:
         return None
     try:
         fields = json.loads(line)
@@ -428,9 +428,9 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     # The text of a longer number cannot be made.
-    is_number = type(number) is int and 0 <= number <= _LARGEST
+    is_number = type(number) is int and 0 <= number <= _MAX_INT64
     has_lengths = (len(chain), len(link)) == (CHAIN_LENGTH, len(NO_AUDIT_LINK))
-    is_head = (event, database) == (_HEAD, database_id) and is_number and has_lengths
+    is_head = (event, database) == (_HEAD_EVENT, database_id) and is_number and has_lengths
     return (chain, number, link) if is_head else None
 
 
@@ -447,7 +447,7 @@ async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
         named.append({"chain": chain.hex(), "number": end.number, "head": head})
     database = db.unit.database_id
     assert database is not None, "the database is open"
-    made = audit.entry(_PURGED, database=database.hex(), chains=named)
+    made = audit.entry(_PURGE_EVENT, database=database.hex(), chains=named)
     try:
         is_deleted = await db.trail.purge(made, changes)
     except Conflict:
@@ -467,12 +467,12 @@ _CHAINS = (
 # A longer record is read as NULL, which is rejected: an attacker may have stored any number of
 # bytes.
 _LONGEST = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
-_BOUNDED = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
+_RECORD_OR_NULL = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
 _IS_NUMBER = sa.and_(
     _columns.number >= sa.literal_column("0", sa.BigInteger),
     _columns.number == sa.cast(_columns.number, sa.BigInteger),
 )
-_RECORDS = sa.select(_columns.number, _columns.time, _BOUNDED).where(
+_RECORDS = sa.select(_columns.number, _columns.time, _RECORD_OR_NULL).where(
     _columns.chain == sa.bindparam("chain", type_=sa.LargeBinary), _IS_NUMBER
 )
 _WRONG_KEYS = number_of(audit_records, sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))

@@ -78,7 +78,7 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     """
     total = 0
     for table in tables:
-        query = _CLAIMED_EVENTS if table is events else number_of(table)
+        query = _SUM_OF_REVISIONS if table is events else number_of(table)
         ((count,),) = await db.reader_of(table)(query, {})
         total += plausible(count)
     return total
@@ -104,7 +104,7 @@ async def count_records(
     under_current: Counter[tuple[str, int | None]] = Counter()
     newer_keys: set[int] = set()  # data keys that are newer than the current ones
     used_newer_keys: set[int] = set()  # those of them that records name nevertheless
-    for key, query in _COUNTED:
+    for key, query in _COUNT_QUERIES:
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
@@ -212,14 +212,14 @@ async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[
 
 # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
 # a sum of integers.  So multiply the revisions by 1.0.
-_CLAIMED_EVENTS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
+_SUM_OF_REVISIONS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 
 
 def number_of(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(sa.func.count()).select_from(source).where(*where)
 
 
-def _by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _count_by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
     """Return the query that counts rows by the tag of their owner, or NULL, and header."""
     source: sa.FromClause = column.table
     owner: sa.ColumnElement[Any] = users.c.tag
@@ -239,5 +239,5 @@ def _by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
 
 
 # For each table, the column by which it is read in spans, and the query that counts its rows.
-_COUNTED = tuple((column.key[0], _by_owner(column)) for column in SEALED)
+_COUNT_QUERIES = tuple((column.key[0], _count_by_owner(column)) for column in SEALED)
 _HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}

@@ -38,10 +38,10 @@ from adk_secure_sessions.storage.schema import (
 R = TypeVar("R", bound=tuple[Any, ...])
 
 _APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
-# One statement reads a group of records, of at most `_RECORDS` records and at most `_BYTES` bytes.
-# A record larger than `_BYTES` is a group of its own.
-_RECORDS = 64
-_BYTES = 4 * 1024 * 1024
+# One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
+# A record larger than `_GROUP_BYTES` is a group of its own.
+_GROUP_SIZE = 64
+_GROUP_BYTES = 4 * 1024 * 1024
 _SIZES = 1000  # how many pairs (primary key, length of the record) one statement reads
 
 
@@ -288,7 +288,7 @@ async def records_of_sessions(
             query = _primary_keys_under_other_headers(column)
             async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
                 known = [pair for pair in sized if pair[0][0] in opened]
-                for group in grouped(known, itemgetter(1), _RECORDS, _BYTES):
+                for group in grouped(known, itemgetter(1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [key for key, _ in group]
                     rows: list[Any] = await rows_with_primary_keys(db, column, keys)
                     yield [EncryptedRecord(column, row, opened[row[0]]) for row in rows]
@@ -305,10 +305,10 @@ async def rows_with_primary_keys(
     db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
 ) -> list[R]:
     rows: list[R] = []
-    for start in range(0, len(keys), _RECORDS):
-        part = list(keys[start : start + _RECORDS])
-        # The statement always has `_RECORDS` keys, so fill the list with copies of the first key.
-        part += part[:1] * (_RECORDS - len(part))
+    for start in range(0, len(keys), _GROUP_SIZE):
+        part = list(keys[start : start + _GROUP_SIZE])
+        # The statement always has `_GROUP_SIZE` keys, so repeat the first key.
+        part += part[:1] * (_GROUP_SIZE - len(part))
         parameters = {
             f"k{number}_{position}": value
             for number, key in enumerate(part)
@@ -348,7 +348,7 @@ def _with_primary_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
                 for position, part in enumerate(column.key)
             )
         )
-        for number in range(_RECORDS)
+        for number in range(_GROUP_SIZE)
     ]
     return sa.select(*column.table.c).where(sa.or_(*wanted))
 

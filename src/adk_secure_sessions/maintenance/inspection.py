@@ -66,11 +66,11 @@ class RecordHeader(NamedTuple):
     kind: str | None
 
 
-_RECORDS: dict[str, sa.Column[Any]] = {
+_RECORD_COLUMNS: dict[str, sa.Column[Any]] = {
     column.table.name: column
     for column in (keyring.c.wrapped, data_keys.c.wrapped, *(column.value for column in SEALED))
 }
-TABLES = tuple(_RECORDS)
+TABLES = tuple(_RECORD_COLUMNS)
 
 
 @command
@@ -123,16 +123,16 @@ async def record_headers(
     Raises:
         ConfigurationError: *table* contains no records, or *row* is malformed.
     """
-    if table not in _RECORDS:
+    if table not in _RECORD_COLUMNS:
         raise ConfigurationError(f"not a table with records: choose one of {', '.join(TABLES)}")
     await db.survey()
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:
         parameters["row"] = _key(table, row)
-    column = _RECORDS[table]
+    column = _RECORD_COLUMNS[table]
     source = column.table
     rows = await db.reader_of(source)(_headers(column, row is not None), parameters)
-    made = []
+    found = []
     for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
         ids = None if source is keyring else header_ids(start)
@@ -140,8 +140,8 @@ async def record_headers(
         root_key_id = more if source is keyring else None
         of_session = "collection" if more == COLLECTION else "session"
         kind = of_session if source is sessions else None
-        made.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
-    return tuple(made)
+        found.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
+    return tuple(found)
 
 
 def _key(table: str, row: str | int) -> int | bytes:

@@ -37,7 +37,7 @@ _MAX_LISTED = 1000
 UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
 # If a row of these tables is bad, many other rows cannot be decrypted, and each of them causes an
 # error that names the bad row.  So report a bad row of these tables only once.
-_SHARED = (apps.name, users.name, data_keys.name)
+_NEEDED_BY_OTHERS = (apps.name, users.name, data_keys.name)
 
 
 class Problem(NamedTuple):
@@ -83,11 +83,11 @@ class CappedList(Generic[T]):
 class Problems(CappedList[Problem]):
     def __init__(self) -> None:
         super().__init__()
-        self._named: set[tuple[str, str]] = set()  # rows that later calls skip
+        self._skipped: set[tuple[str, str]] = set()  # rows that later calls skip
 
     def suppress(self, table: str, row: object) -> None:
         """Make later calls skip *row*, which has been counted already."""
-        self._named.add((table, str(row)))
+        self._skipped.add((table, str(row)))
 
     def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
         self.add_error(TamperedError(detail, reason), table, row)
@@ -101,12 +101,12 @@ class Problems(CappedList[Problem]):
             error = TamperedError("its content is malformed", Reason.MALFORMED)
         if error.table is not None and error.row is not None:
             table, row = error.table, error.row
-        is_shared, name = table in _SHARED, (table, str(row))
-        if name not in self._named:
+        is_shared, name = table in _NEEDED_BY_OTHERS, (table, str(row))
+        if name not in self._skipped:
             record_rejected(error.located(*name))
             self.append(Problem(*name, error.reason, error.detail))
         if is_shared:
-            self._named.add(name)
+            self._skipped.add(name)
         return is_shared
 
     def write_to(self, result: T) -> T:
@@ -127,7 +127,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
     All events of one session are one tuple.
     """
-    for key, query in _ORPHANS:
+    for key, query in _ORPHAN_QUERIES:
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
@@ -147,15 +147,15 @@ async def reject_orphans(db: Database) -> None:
         raise TamperedError(detail, Reason.MISSING, table, row)
 
 
-def _orphans(
+def _orphan_query(
     key: sa.Column[Any], column: sa.Column[Any], *owners: sa.Column[Any]
 ) -> tuple[sa.Column[Any], sa.Select[Any]]:
     """Return *key*, and the query for the rows whose *column* has the value of none of *owners*."""
     one: sa.ColumnElement[int] = sa.literal_column("1")
-    return _counted(key, *(~sa.select(one).where(column == owner).exists() for owner in owners))
+    return _counting(key, *(~sa.select(one).where(column == owner).exists() for owner in owners))
 
 
-def _counted(
+def _counting(
     key: sa.Column[Any], *where: sa.ColumnElement[bool]
 ) -> tuple[sa.Column[Any], sa.Select[Any]]:
     return key, sa.select(key, sa.func.count()).where(*where).group_by(key)
@@ -184,11 +184,11 @@ def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[boo
 
 # For each column that refers to another row, the primary key of its table, and the query for the
 # rows that refer to none.
-_ORPHANS = (
-    _orphans(users.c.id, users.c.app_row, apps.c.id),
-    _orphans(sessions.c.id, sessions.c.user_row, users.c.id),
-    _orphans(snapshots.c.session_row, snapshots.c.session_row, sessions.c.id),
-    _orphans(events.c.session_row, events.c.session_row, sessions.c.id),
-    _orphans(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
-    _counted(indexed.c.row_id, *orphaned_in_index()),
+_ORPHAN_QUERIES = (
+    _orphan_query(users.c.id, users.c.app_row, apps.c.id),
+    _orphan_query(sessions.c.id, sessions.c.user_row, users.c.id),
+    _orphan_query(snapshots.c.session_row, snapshots.c.session_row, sessions.c.id),
+    _orphan_query(events.c.session_row, events.c.session_row, sessions.c.id),
+    _orphan_query(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
+    _counting(indexed.c.row_id, *orphaned_in_index()),
 )

@@ -243,7 +243,7 @@ class DataRotationRun(Rotation):
         if self._dry_run or not old:
             self.result.reencrypted += len(old)
             return
-        changes: _Changes = {}
+        changes: _Replacements = {}
         for record, context, plaintext in old:
             sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
@@ -297,10 +297,10 @@ def _plaintext(
 
 
 # The records to replace and the new ones, by column.
-_Changes = dict[SealedColumn[Any], list[tuple[EncryptedRecord, bytes]]]
+_Replacements = dict[SealedColumn[Any], list[tuple[EncryptedRecord, bytes]]]
 
 
-def _replace(changes: _Changes, connection: sa.Connection) -> None:
+def _replace(changes: _Replacements, connection: sa.Connection) -> None:
     for column, replaced in changes.items():
         parameters = []
         for record, sealed in replaced:

@@ -57,9 +57,9 @@ from adk_secure_sessions.storage.survey import FeatureName
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
 # 10 minutes or, because clocks differ, has a time of creation in the next 10 minutes.
-_GRACE = 600_000_000
+_NEW_KEY_GRACE = 600_000_000
 # For each feature, what needs it, and who adds it.
-_ROWS = {
+_EVIDENCE = {
     FeatureName.COLLECTIONS: ("the database has collections", "service that appends an item"),
     FeatureName.STATE_INDEX: (f"{indexed.name} has rows", "service with indexed_state_keys"),
     FeatureName.MIGRATION: (f"{migrated.name} has rows", "run of `migrate`"),
@@ -226,7 +226,7 @@ class _Verifier:
         listed = (await self._db.survey()).features
         replayed = [
             unlisted_detail(evidence, feature, f"the next {writer} adds the feature")
-            for feature, (evidence, writer) in _ROWS.items()
+            for feature, (evidence, writer) in _EVIDENCE.items()
             if has_rows[feature] and feature not in listed
         ]
         if self._db.trail_was_unlisted:
@@ -237,7 +237,7 @@ class _Verifier:
     async def check_imports(self) -> None:
         macs = ImportMacs(await self._db.keyring())
         size = self._db.limits.keys_per_page
-        query, key = _MIGRATED, migrated.c.tag
+        query, key = _IMPORTED, migrated.c.tag
         async for rows in pages(self._db.unit.read, query, key, size, lambda *row: row):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
@@ -338,7 +338,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         known = {
             tag
-            for column, query in _TAGS.items()
+            for column, query in _OWNER_TAGS.items()
             for (tag,) in await rows_where(db.unit.read, query, column, owners)
         }
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
@@ -354,17 +354,17 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 
 
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
-    """Return whether a service may be about to write the row of the owner: see `_GRACE`."""
+    """Return whether a service may be about to write the row of the owner: see `_NEW_KEY_GRACE`."""
     if not db.unit.executors.has_key_database or not isinstance(row.created_at, int):
         return False
-    return abs(time.time_ns() // 1000 - row.created_at) < _GRACE
+    return abs(time.time_ns() // 1000 - row.created_at) < _NEW_KEY_GRACE
 
 
 # --- statements ----------------------------------------------------------------------------------
 
 
 # The present revision or version of what was imported; NULL if it is not stored any more.
-_VERSION = sa.func.coalesce(
+_PRESENT_VERSION = sa.func.coalesce(
     *(
         sa.select(version)
         .where(version.table.c.tag == migrated.c.tag, version.table.c.id == migrated.c.row_id)
@@ -373,5 +373,5 @@ _VERSION = sa.func.coalesce(
         for version in (sessions.c.revision, users.c.version, apps.c.version)
     )
 )
-_MIGRATED = sa.select(*(migrated.c[name] for name in MigratedRow._fields), _VERSION)
-_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}
+_IMPORTED = sa.select(*(migrated.c[name] for name in MigratedRow._fields), _PRESENT_VERSION)
+_OWNER_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}

@@ -34,7 +34,7 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
 
-_READS = 4  # the maximum number of sessions of the target that are read at the same time
+_READS_AT_ONCE = 4  # the maximum number of sessions of the target that are read at the same time
 
 _MISSING = "it was not copied"
 _OLDER = "it has changed in the source since it was copied"
@@ -128,7 +128,7 @@ class ComparisonRun:
         self.walk = Walk(self._source, db, (await db.keyring()).index_master, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
         async for sessions in self.walk.sessions():
-            await in_groups(_READS, self._compare, sessions)
+            await in_groups(_READS_AT_ONCE, self._compare, sessions)
         async for batch in self.walk.states():
             for state in batch:
                 await self._compare_state(state)
@@ -227,10 +227,10 @@ class ComparisonRun:
             json_text.load_state(state), json_text.load_state(stored)
         ):
             return ""
-        return _STATES[pair.status]
+        return _STATE_REASONS[pair.status]
 
 
-_STATES = {
+_STATE_REASONS = {
     ImportStatus.NEW: "the state was not copied",
     ImportStatus.UNCHANGED: "the state is different",
     ImportStatus.OLDER: "the state has changed in the source since it was copied",

@@ -42,9 +42,9 @@ from adk_secure_sessions.storage.schema import MigratedRow
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
-_IMPORTS, _IMPORTS_ON_SQLITE = 8, 32
+_IMPORTS_AT_ONCE, _IMPORTS_ON_SQLITE = 8, 32
 
-_DUE = (ImportStatus.NEW, ImportStatus.OLDER)
+_READ_STATUSES = (ImportStatus.NEW, ImportStatus.OLDER)
 
 
 @dataclass
@@ -159,7 +159,7 @@ async def migrate(
     result = Migration(deleted_gone=delete_gone and not dry_run)
     run = _MigrationRun(
         result,
-        Walk(source, db, index, selection, _DUE),
+        Walk(source, db, index, selection, _READ_STATUSES),
         db,
         Findings(with_ids=show_ids),
         Meter(progress, number, None),
@@ -195,12 +195,12 @@ class _MigrationRun:
     is_erased: bool = False  # whether `erase_source` may have deleted rows of the source
 
     async def copy(self) -> None:
-        number = _IMPORTS
+        number = _IMPORTS_AT_ONCE
         if self.walk.index is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
             dialect = await self.target.unit.change(dialect_of, commit=False)
-            number = _IMPORTS if dialect.is_server else _IMPORTS_ON_SQLITE
+            number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.walk.sessions():
             # The first session of each app and of each user is copied before the others.  Imports
             # that create an owner's data key at the same time would store all their keys in a key

@@ -50,7 +50,7 @@ class PickleReader:
         self._lock = Lock()
         self._child: Any = None  # a subprocess.Popen
         # The answers by the hash of the pickle: most events have the same, empty actions.
-        self._known: Lru[bytes, bytes] = Lru(1000)
+        self._answers: Lru[bytes, bytes] = Lru(1000)
 
     def read(self, pickled: bytes) -> EventActions:
         """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""
@@ -58,9 +58,9 @@ class PickleReader:
         if _LIMITS_MEMORY or len(pickled) <= _MAX_UNLIMITED:
             with self._lock:
                 # If the child ends without an answer, the pickle may not be the reason: ask again.
-                answer = self._known.get(digest) or self._ask(pickled) or self._ask(pickled)
+                answer = self._answers.get(digest) or self._ask(pickled) or self._ask(pickled)
                 if answer:
-                    self._known.put(digest, answer)
+                    self._answers.put(digest, answer)
         if answer in (b"", _REJECTED):
             raise ConversionError(
                 "it has actions that are not loaded: google-adk did not write them, or they exceed "
