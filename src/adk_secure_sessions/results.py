@@ -98,18 +98,17 @@ class Result:
             if counters and more > 0:
                 yield f"and {more:,} more"
         declared = self._declared("counter")
-        for (words, changes), group in groupby(
-            declared, lambda one: (one[1].words, one[1].changes)
-        ):
+        same_line = groupby(declared, lambda named: (named[1].words, named[1].changes))
+        for (words, changes), group in same_line:
             shown = [
-                (number, of_field)
-                for name, of_field in group
-                if (number := self._number(name)) or of_field.always
+                (number, counter)
+                for name, counter in group
+                if (number := self._number(name)) or counter.always
             ]
             if shown:
                 would = "would be " if changes and dry_run else ""
-                numbers = ", ".join(counted(number, of_field.noun) for number, of_field in shown)
-                hints = "".join(f"; {of_field.hint}" for _, of_field in shown if of_field.hint)
+                numbers = ", ".join(counted(number, counter.noun) for number, counter in shown)
+                hints = "".join(f"; {counter.hint}" for _, counter in shown if counter.hint)
                 yield f"{would}{words}: {numbers}{hints}"
         if self.success_line and self.succeeded:
             yield self.success_line

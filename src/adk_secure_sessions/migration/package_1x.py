@@ -4,7 +4,6 @@ That distribution is another author's, with the same name.  It encrypts states a
 stores them in tables like google-adk's.  `crypto.package_1x` describes the stored values.
 """
 
-import asyncio
 from collections.abc import Iterable
 from datetime import UTC, tzinfo
 from functools import partial
@@ -88,7 +87,7 @@ class Package1x(AdkTables):
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.inspect(work)
             samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
-            found = await asyncio.to_thread(
+            found = await self._convert(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )
             reasons = [state.reason for state in found if isinstance(state, Unreadable)]
