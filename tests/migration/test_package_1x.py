@@ -285,36 +285,26 @@ async def test_service_names_the_tables_of_1x(
 
 @pytest.mark.no_tables
 @pytest.mark.parametrize("place", ["postgresql"], indirect=True)
-async def test_local_times_of_a_server_are_converted(place: sa.URL, url: str) -> None:
-    writer = Writer(place)
-    writer.session("ada", "s")
-    writer.engine.dispose()
-    zone = timezone(timedelta(hours=-5))
-    async with Package1x(url, [KEY], time_zone=zone) as of:
-        (content,) = (await contents(of)).values()
-        assert isinstance(content, SessionContent)
-        assert content.created_at == START_US + 5 * 3_600_000_000
-        assert content.events[0].time == START_US  # the encrypted time
-
-
-@pytest.mark.no_tables
-@pytest.mark.parametrize("place", ["postgresql"], indirect=True)
-async def test_opened_source_has_the_times_that_the_installed_google_adk_reads(
+async def test_local_times_of_a_server_are_converted(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(place)
     writer.session("ada", "s")
     writer.engine.dispose()
-    monkeypatch.setenv("PASSPHRASE", base64.b64encode(KEY).decode())
-    monkeypatch.setenv("TZ", "Etc/GMT+5")
+    # Without a time zone, times are read as the installed google-adk reads them.
     monkeypatch.setattr(adk_rows, "adk_version", "2.2.0")  # the last release with local times
+    monkeypatch.setenv("TZ", "Etc/GMT+5")
+    monkeypatch.setenv("PASSPHRASE", base64.b64encode(KEY).decode())
     time.tzset()
-    async with await open_source(url, ["env:PASSPHRASE"]) as of:
-        (content,) = (await contents(of)).values()
+    opened = await open_source(url, ["env:PASSPHRASE"])
+    for made in (opened, Package1x(url, [KEY], time_zone=timezone(timedelta(hours=-5)))):
+        async with made as of:
+            (content,) = (await contents(of)).values()
+        assert isinstance(content, SessionContent)
+        assert content.created_at == START_US + 5 * 3_600_000_000
+        assert content.events[0].time == START_US  # the encrypted time
     monkeypatch.undo()
     time.tzset()
-    assert isinstance(content, SessionContent)
-    assert content.created_at == START_US + 5 * 3_600_000_000
 
 
 # --- details -------------------------------------------------------------------------------------
