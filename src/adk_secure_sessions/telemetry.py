@@ -144,16 +144,10 @@ def _has_providers(_second: int) -> bool:
         return False
     from opentelemetry import metrics, trace
 
-    return _records(metrics.get_meter_provider()) or _records(trace.get_tracer_provider())
-
-
-def _records(provider: object) -> bool:
-    """Return whether *provider* records anything.
-
-    The providers that OpenTelemetry's API itself defines record nothing.
-    """
-    module = type(provider).__module__
-    return not module.startswith(("opentelemetry.metrics", "opentelemetry.trace"))
+    # The providers that OpenTelemetry's API itself defines record nothing.
+    of_api = ("opentelemetry.metrics", "opentelemetry.trace")
+    providers: list[object] = [metrics.get_meter_provider(), trace.get_tracer_provider()]
+    return not all(type(provider).__module__.startswith(of_api) for provider in providers)
 
 
 _Attributes = dict[str, str | bool]
@@ -192,9 +186,9 @@ _Sums = dict[WorkKind, tuple[int, float]]
 class Operation:
     """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
-    The values are added up once, when the call ends.  Several threads may append one value for each
-    encryption, decryption and lookup, which needs no lock.  They append directly: a method of this
-    class for each value made an append of an event 1 % slower.
+    Several threads may append one value for each encryption, decryption and lookup, which needs no
+    lock.  They append directly: a method of this class for each value made an append of an event
+    1 % slower.
     """
 
     __slots__ = ("_sums", "name", "values")

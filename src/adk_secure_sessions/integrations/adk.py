@@ -245,7 +245,6 @@ def memory_service(uri: str, **options: object) -> "BaseMemoryService":
     return EncryptedMemoryService(_shared(parsed))
 
 
-@hides_locals
 def _parsed(uri: str, options: Mapping[str, object]) -> ServiceUri:
     if unknown := options.keys() - {"agents_dir", "per_agent"}:
         raise ConfigurationError(

@@ -4,9 +4,7 @@ A blob is the encrypted content of one version of an artifact, in a directory or
 
 The database may be a copy, or a backup that was restored, and the store may be that of the
 original.  Nothing in the database or the store tells them apart.  Therefore nothing deletes a blob
-that a row may have named: deletions only *mark* it in the store.  `purge_blobs` deletes a blob when
-its mark is old enough.  If another copy of the database still names the blob, `purge_blobs`
-withdraws the mark there before that.
+that a row may have named: deletions only *mark* it in the store, for `purge_blobs`.
 """
 
 import time

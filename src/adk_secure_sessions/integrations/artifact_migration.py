@@ -18,7 +18,6 @@ from adk_secure_sessions.errors import (
     DecryptionError,
     SecureSessionError,
 )
-from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
     SourceArtifact,
@@ -153,7 +152,6 @@ async def migrate_artifacts(
     return run.findings.write_to(result, began)
 
 
-@hides_locals
 @dataclass(eq=False, repr=False)
 class _ArtifactRun:
     """One run of `migrate_artifacts`.  If *is_new*, the target does not exist."""

@@ -283,12 +283,9 @@ def _delete(parent: Path, numbers: Sequence[int]) -> None:
 
 def _remove_empty(root: Path) -> None:
     """Remove the empty directories below *root*: their names are ids and names of artifacts."""
-    found = [root]
-    for directory in found:
-        found += _directories(directory)
-    for directory in reversed(found[1:]):  # each one before the directory that contains it
-        if not any(directory.iterdir()):
-            directory.rmdir()
+    for directory, _, _ in os.walk(root, topdown=False):
+        if Path(directory) != root and not os.listdir(directory):
+            os.rmdir(directory)
 
 
 @hides_locals

@@ -171,7 +171,6 @@ def _version_of_each_item(collection: Collection) -> list[Version]:
     return versions
 
 
-@hides_locals
 def _parsed(collection: Collection, item: int) -> Version:
     _, values = json_text.read_event(collection.items[item - collection.size])
     row = collection.version.session_row

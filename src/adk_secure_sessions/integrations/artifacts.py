@@ -1,4 +1,4 @@
-"""An artifact service for ADK, which stores encrypted rows in a database, and encrypted blobs.
+"""An artifact service for ADK.
 
 A row describes a version of an artifact: see `artifact_versions`.  A blob in a directory or a
 bucket contains the content of a version: see docs/format.md, "Blobs".
@@ -191,7 +191,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         names = []
         for collection in await self._collections.of_user(app_name, user_id):
             scope_name = scope_and_name(collection.name)
-            if scope_name is not None and collection.size and scope_name[0] in (None, session_id):
+            if scope_name is not None and scope_name[0] in (None, session_id):
                 names.append(scope_name[1])
         return sorted(names)
 

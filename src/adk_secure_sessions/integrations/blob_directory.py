@@ -277,25 +277,17 @@ def make_directory(directory: Path) -> None:
 
     Raises ArtifactStoreError if *directory* cannot be opened to flush it later.
     """
-
-    def make() -> None:
-        _make_directory(directory)
-        with _opened(directory):
-            pass
-
-    _translating(make)
+    _translating(partial(_make_directory, directory))
 
 
 def _make_directory(directory: Path) -> None:
-    if directory.is_dir():
-        return
-    _make_directory(directory.parent)
-    with suppress(FileExistsError):  # another process has created the directory, or it is a file
-        directory.mkdir(mode=0o700)
-    with _opened(directory.parent) as parent:
-        parent.sync()
     if not directory.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        _make_directory(directory.parent)
+        with suppress(FileExistsError):  # another process has created it, or it is a file
+            directory.mkdir(mode=0o700)
+        with _opened(directory.parent) as parent:
+            parent.sync()
+    os.scandir(directory).close()  # raises OSError if it is a file, or cannot be opened
 
 
 def _unlink(folder: _Folder, name: str) -> None:

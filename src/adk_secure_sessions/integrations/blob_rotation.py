@@ -13,7 +13,6 @@ case, no row names the other blob, and `purge blobs` marks it.
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, TamperedError
-from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.integrations.artifact_blobs import (
     artifacts_of,
     blobs_of_database,
@@ -150,7 +149,6 @@ class _BlobRotationRun(DataRotationRun):
             ) from None
         return new
 
-    @hides_locals
     async def _append(
         self, ids: SessionIds, collection: Collection, version: Version, new: Blob
     ) -> Collection | None:

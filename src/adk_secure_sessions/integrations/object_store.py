@@ -1,7 +1,4 @@
-"""The stores of the contents of artifacts: a directory, or a bucket through the library `obstore`.
-
-`ArtifactStore` opens both.
-"""
+"""The stores of the contents of artifacts: a directory, or a bucket through `obstore`."""
 
 import asyncio
 import logging
@@ -294,14 +291,9 @@ class _Bucket(BlobStore):
         below = self.prefix if folder is None else f"{self.prefix}/{folder}"
         stream: Any = obstore.list(self._store, below, chunk_size=1000)
 
-        async def next_batch() -> Any:
-            async for batch in stream:
-                return batch
-            return None
-
         while True:
             try:
-                batch = await self._call(next_batch)
+                batch = await self._call(lambda: anext(stream, None))
             except FileNotFoundError:
                 raise _no_bucket() from None
             if batch is None:
@@ -312,7 +304,6 @@ class _Bucket(BlobStore):
                 modified = meta["last_modified"].timestamp()
                 yield StoredObject(found, name, int(meta["size"]), modified)
 
-    @hides_locals
     async def _call(self, call: Any) -> Any:
         """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
         global _first_process
