@@ -83,19 +83,13 @@ class BlobPurge(Result):
     )
     kept: int = counter("blob", "named by artifacts", always=True)
     bad: int = counter(
-        "row",
-        "cannot be decrypted",
-        hint="nothing is deleted; run `verify`",
-        wrong=True,
+        "row", "cannot be decrypted", hint="nothing is deleted; run `verify`", wrong=True
     )
     problems: tuple[Problem, ...] = listing("bad")
 
 
 @command
-async def check_blobs(
-    db: Database,
-    store: AnyStore,
-) -> BlobCheck:
+async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
     """Find blobs that are missing or have a wrong length, and blobs that no artifact names.
 
     This function does not read the contents of blobs, so it does not detect modified contents.

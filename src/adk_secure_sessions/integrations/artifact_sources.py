@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,16 +80,24 @@ class SourceArtifact:
 
 
 @hides_locals
-class ArtifactSource(ABC):
-    """Artifacts in plaintext: a *kind* of place, such as `directory`, and its *name*."""
+class ArtifactSource:
+    """Artifacts in plaintext: a *kind* of place, such as `directory`, and its *name*.
+
+    A subclass implements `_walk`, which runs in a thread, or overrides `artifacts`.
+    """
 
     kind: str
     name: str
     can_delete: bool = True
 
-    @abstractmethod
-    def artifacts(self) -> AsyncIterator[SourceArtifact]:
+    async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         """Yield all artifacts."""
+        walk = self._walk()
+        while (found := await _in_thread(next, walk, None)) is not None:
+            yield found
+
+    def _walk(self) -> Iterator[SourceArtifact]:
+        raise NotImplementedError
 
     async def count(self) -> int:
         return sum([bool(one.versions) async for one in self.artifacts()])
@@ -98,19 +105,8 @@ class ArtifactSource(ABC):
     async def delete(self, artifact: SourceArtifact) -> None:
         await _in_thread(artifact.delete)
 
-    async def clean_up(self) -> None:  # noqa: B027 - only a directory leaves something behind
+    async def clean_up(self) -> None:
         """Remove the empty directories of deleted artifacts, also those of a killed run."""
-
-
-@hides_locals
-class _WalkedInThread(ArtifactSource):
-    async def artifacts(self) -> AsyncIterator[SourceArtifact]:
-        walk = self._walk()
-        while (found := await _in_thread(next, walk, None)) is not None:
-            yield found
-
-    @abstractmethod
-    def _walk(self) -> Iterator[SourceArtifact]: ...
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
@@ -142,7 +138,7 @@ def gap_in(numbers: Sequence[int]) -> str | None:
 
 
 @hides_locals
-class FileArtifacts(_WalkedInThread):
+class FileArtifacts(ArtifactSource):
     """The directory of google-adk's `FileArtifactService`.
 
     An artifact gets the name with which its latest version was saved.  The names of users'
@@ -289,7 +285,7 @@ def _remove_empty(root: Path) -> None:
 
 
 @hides_locals
-class GcsArtifacts(_WalkedInThread):
+class GcsArtifacts(ArtifactSource):
     """The bucket of google-adk's `GcsArtifactService`.
 
     Objects whose names do not have the form of that service are ignored.

@@ -83,11 +83,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         ```
     """
 
-    def __init__(
-        self,
-        session_service: EncryptedSessionService,
-        store: AnyStore,
-    ) -> None:
+    def __init__(self, session_service: EncryptedSessionService, store: AnyStore) -> None:
         """Use the database and the keys of *session_service*.
 
         Args:
