@@ -9,6 +9,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,9 @@ T = TypeVar("T")
 
 _PIECE = 2**20  # the number of bytes that are read at once
 _USER = "user:"
+# The path of the directory with the versions of an artifact: the app, the user, the session and the
+# artifact.  Each may contain slashes: google-adk then accepts none of the words between them.
+_VERSIONS = re.compile(r"(.+?)/users/(.+?)(?:/sessions/(.+?))?/artifacts/(.+)/versions", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -169,48 +173,30 @@ class FileArtifacts(ArtifactSource):
 
     def _walk(self) -> Iterator[SourceArtifact]:
         root = self._root / "apps"
-        for app_name, app in _holding(root, "users"):
-            for user_id, user in _holding(app / "users", "artifacts", "sessions"):
-                for session_id, scope in ((None, user), *_holding(user / "sessions", "artifacts")):
-                    for path, directory in _holding(scope / "artifacts", "versions"):
-                        yield _artifact(path, directory, app_name, user_id, session_id)
+        for name, below, _ in os.walk(root, onerror=_raise):
+            directory = Path(name)
+            if any((directory / one).is_symlink() for one in ("", *below)):  # may lead anywhere
+                raise ConfigurationError(
+                    "the source contains a symbolic link: replace the link by the directory that "
+                    "it names"
+                )
+            if found := _VERSIONS.fullmatch(directory.relative_to(root).as_posix()):
+                yield _artifact(found, directory, below)
+                below.clear()  # not to be walked
+            below.sort()
 
     async def clean_up(self) -> None:
         await _in_thread(_remove_empty, self._root / "apps")
 
 
-def _holding(root: Path, *markers: str) -> Iterator[tuple[str, Path]]:
-    """Yield each directory below *root* that contains a directory with a name in *markers*.
-
-    Its path below *root* is an id or a name of google-adk, which may contain slashes.  If it does,
-    google-adk accepts none of *markers* between them.
-    """
-    left = [root]
-    while left:
-        directory = left.pop()
-        below = _directories(directory)
-        inner = [one for one in below if directory != root and one.name in markers]
-        left += [one for one in below if one not in inner]
-        if inner:
-            yield directory.relative_to(root).as_posix(), directory
+def _raise(error: OSError) -> None:
+    raise error
 
 
-def _directories(path: Path) -> list[Path]:
-    """Return the directories in *path*, sorted.  A link, which may lead anywhere, is an error."""
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    if any(one.is_symlink() for one in (path, *entries)):
-        raise ConfigurationError(
-            "the source contains a symbolic link: replace the link by the directory that it names"
-        )
-    return [one for one in entries if one.is_dir()]
-
-
-def _artifact(
-    path: str, directory: Path, app_name: str, user_id: str, session_id: str | None
-) -> SourceArtifact:
-    parent = directory / "versions"
+def _artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> SourceArtifact:
+    app_name, user_id, session_id, path = found.groups()
     # google-adk saves a version in a directory with another name, and renames it at the end.
-    numbers = sorted(int(one.name) for one in _directories(parent) if one.name.isdecimal())
+    numbers = sorted(int(name) for name in names if name.isdecimal())
     name, versions, problem = path, [], gap_in(numbers)
     try:
         for number in [] if problem else numbers:
@@ -279,7 +265,7 @@ def _delete(parent: Path, numbers: Sequence[int]) -> None:
 
 def _remove_empty(root: Path) -> None:
     """Remove the empty directories below *root*: their names are ids and names of artifacts."""
-    for directory, _, _ in os.walk(root, topdown=False):
+    for directory, _, _ in os.walk(root, topdown=False, onerror=_raise):
         if Path(directory) != root and not os.listdir(directory):
             os.rmdir(directory)
 
