@@ -313,7 +313,6 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
 
 
 def count_rejected(error: DecryptionError) -> None:
-    """Count a stored value that was rejected."""
     if _is_on():
         table = error.table if error.table in TABLES else ""
         _instruments().rejected.add(1, {REASON: str(error.reason), TABLE: table})

@@ -240,7 +240,6 @@ class _Bad(ValueError):
 
 
 async def _content(version: SourceVersion) -> AsyncIterator[bytes]:
-    """Yield the content."""
     size = 0
     try:
         async for piece in version.pieces():

@@ -50,7 +50,6 @@ class SourceVersion:
     open: Callable[[], BinaryIO] | None  # None for a part that refers to a file
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the content."""
         assert self.open is not None
         file = await _in_thread(self.open)
         try:

@@ -77,10 +77,8 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
 
 def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order."""
-    versions: dict[int, Version] = {}
-    for version in _version_of_each_item(collection):
-        versions[version.number] = version
-    return [versions[number] for number in sorted(versions)]
+    latest = {version.number: version for version in _version_of_each_item(collection)}
+    return [latest[number] for number in sorted(latest)]
 
 
 def version_count(collection: Collection) -> int:

@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
@@ -207,7 +206,8 @@ def _plain_addresses(*settings: Mapping[str, Any]) -> list[str]:
     """Return the endpoints in *settings* that begin with http://."""
     return [
         str(value)
-        for name, value in chain.from_iterable(one.items() for one in settings)
+        for options in settings
+        for name, value in options.items()
         if re.search("endpoint|url", name, re.IGNORECASE) and "metadata" not in name.lower()
         if str(value).lower().startswith("http:")
     ]

@@ -302,11 +302,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
         stored = await method(app_name=app_name, user_id=user_id)
         identity = await self._unit.identify(app_name, user_id)
-
-        async def work(reader: "_Records") -> JsonObject:
-            return reader.open_entries(reader.user, stored)
-
-        return await self._read(identity, work)
+        return await self._read(identity, lambda reader: reader.open_entries(reader.user, stored))
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -487,9 +483,9 @@ class _Records:
             app_name=stored.app_name,
             user_id=stored.user_id,
             state=json_text.merge_scopes(
-                self.open_entries(self.app, split.app),
-                self.open_entries(self.user, split.user),
-                self.open_entries(self.session, split.session),
+                await self.open_entries(self.app, split.app),
+                await self.open_entries(self.user, split.user),
+                await self.open_entries(self.session, split.session),
             ),
             last_update_time=stored.last_update_time,
         )
@@ -513,7 +509,7 @@ class _Records:
         session.events = history
         return session
 
-    def open_entries(self, scope: _StateScope, stored: JsonObject) -> JsonObject:
+    async def open_entries(self, scope: _StateScope, stored: JsonObject) -> JsonObject:
         """Decrypt the entries of one scope, whose names have no prefix."""
         opened: JsonObject = {}
         for name, value in stored.items():

@@ -134,7 +134,7 @@ class Collections:
         it returns the plaintext.  It is called before each attempt, with the collection and its
         last item, if any.
         """
-        if len(name) > MAX_NAME_BYTES // 4 and len(encode_text(name)) > MAX_NAME_BYTES:
+        if len(encode_text(name)) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
         identity = await self._unit.identify(app_name, user_id, name, True)
         await self._feature.ensure()

@@ -125,7 +125,6 @@ class ImportMacs(NamedTuple):
         return self.source(tag, canonical(load_state(state)))
 
     def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
-        """Return a row with its MAC."""
         parts = (self.keyring.database_id, tag, source)
         mac = self.keyring.index_master.mac("migrated", *parts, numbers=(row_id, number))
         return MigratedRow(tag, row_id, number, source, mac)
@@ -503,7 +502,6 @@ class MigrationEnd(Enum):
         return self is MigrationEnd.SOURCE_ERASED
 
     def mark(self, keyring: Keyring) -> str:
-        """Return the text to store."""
         purpose = "source erased" if self.source_is_erased else "migration complete"
         return f"{self.value} {keyring.index_master.mac(purpose, keyring.database_id).hex()}"
 

@@ -64,7 +64,6 @@ def row_of_user(user_row: int) -> int:
 
 
 def mark_of(master: IndexMaster, key_tag: bytes, state: IndexState) -> IndexedRow:
-    """Return the mark of the key with *key_tag*."""
     return IndexedRow(INDEX_MARK, key_tag, master.mac(f"state index {state.name.lower()}", key_tag))
 
 
