@@ -42,6 +42,7 @@ from adk_secure_sessions.storage.features.collections import Collections
 _AT_ONCE, _BYTES, _LARGEST = 16, 64 * 2**20, 32 * 2**20
 
 _UNDECRYPTABLE = "it cannot be decrypted in the target: check --store, or run `verify --store`"
+_NOT_COPIED = "it, or its latest version, was not copied: run `migrate artifacts copy`"
 _DIFFERENT = "differs in the target: delete the artifact on one side, then copy again"
 
 Action: TypeAlias = Literal["copy", "compare", "erase-source"]
@@ -191,31 +192,27 @@ class _ArtifactRun:
         if one.problem is not None:
             raise _Bad(one.problem)
         check_ids(*one.owner, one.session_id or "", filename=one.filename)
-        name = collection_name(one.session_id, one.filename)
+        address = (*one.owner, collection_name(one.session_id, one.filename))
         stored: list[Version] = []
         if not self.is_new:
             state = (await self.db.imports.imported([one.owner])).get(one.owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
-            collection = await self.collections.get(*one.owner, name)
+            collection = await self.collections.get(*address)
             stored = versions_of(collection) if collection else []
         new = one.versions[len(stored) :]
         if new and self.action != "copy":
-            return (
-                "missing",
-                "it, or its latest version, was not copied: run `migrate artifacts copy`",
-            )
+            return "missing", _NOT_COPIED
         for version, copy in zip(one.versions, stored, strict=False):
             if not await self._is_equal(version, copy):
                 return "different", f"version {version.number} {_DIFFERENT}"
         for version in new:
             if not self.dry_run:
                 values = {"part": version.part, "metadata": version.metadata, "time": version.time}
-                pieces, address = _content(version) if version.open else None, (*one.owner, name)
+                pieces = _content(version) if version.open else None
+                places = self.collections, self.store
                 try:
-                    await add_version(
-                        self.collections, self.store, address, values, pieces, version.number
-                    )
+                    await add_version(*places, address, values, pieces, version.number)
                 except VersionExists:  # a service, or another run, has saved it meanwhile
                     self.is_new = False
                     return await self._visit(one)

@@ -304,6 +304,7 @@ class _Bucket(BlobStore):
                 modified = meta["last_modified"].timestamp()
                 yield StoredObject(found, name, int(meta["size"]), modified)
 
+    @hides_locals
     async def _call(self, call: Any) -> Any:
         """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
         global _first_process
