@@ -106,7 +106,7 @@ async def test_turn_costs_one_read_and_one_write(
     events = [text_event(f"cat {n}") for n in range(3)]
     await add(memory, *events[:1])
     calls: list[object] = []
-    get, append = Collections.get, Collections.append
+    get, append = Collections.get, Collections.append_at
 
     async def counted_get(self: Collections, *args: Any, **more: Any) -> Any:
         calls.append(("get", more.get("limit")))
@@ -117,7 +117,7 @@ async def test_turn_costs_one_read_and_one_write(
         return await append(self, *args, **more)
 
     monkeypatch.setattr(Collections, "get", counted_get)
-    monkeypatch.setattr(Collections, "append", counted_append)
+    monkeypatch.setattr(Collections, "append_at", counted_append)
     await add(memory, *events)
     assert calls == [("get", 0), "append"]
     calls.clear()
