@@ -4,10 +4,10 @@ import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Hashable, Iterable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from threading import Lock
 from typing import Generic, Self, TypeVar, cast
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakMethod, WeakSet, WeakValueDictionary
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -103,6 +103,20 @@ async def wait_ignoring_cancel(
             await wait()
         except asyncio.CancelledError:
             continue
+
+
+def call_later(seconds: float, method: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+    """Call a *method* of an object after some *seconds*, if the object exists until then.
+
+    The call is not in the context of the caller, whose variables may refer to plaintext.
+    """
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return asyncio.get_running_loop().call_later(seconds, call, context=Context())
 
 
 async def at_once(*awaitables: Awaitable[T]) -> list[T]:

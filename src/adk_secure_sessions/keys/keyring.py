@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import (
     DecryptionError,
@@ -430,18 +430,15 @@ class _Opening:
                 new.append(row)
         # A running service expects at most one new row.  It unwraps rows one after another, so that
         # rows that an attacker inserted cannot cause many simultaneous calls.
-        step = _AT_ONCE if self._is_start else 1
-        for start in range(0, len(new), step):
-            part = new[start : start + step]
-            keys = await at_once(*map(self._unwrapped, part))
-            for row, key in zip(part, keys, strict=True):
-                before = self._masters.get(row.id)
-                if key is not None and before is not None and not key.is_key_of(before):
-                    fault = "it holds another key than the one that this service has read"
-                    self._reject(row, _malformed(row, fault))
-                elif key is not None:
-                    masters[row.id] = key.cipher()
-                    self.accepted[row.id] = row
+        keys = await in_groups(_AT_ONCE if self._is_start else 1, self._unwrapped, new)
+        for row, key in zip(new, keys, strict=True):
+            before = self._masters.get(row.id)
+            if key is not None and before is not None and not key.is_key_of(before):
+                fault = "it holds another key than the one that this service has read"
+                self._reject(row, _malformed(row, fault))
+            elif key is not None:
+                masters[row.id] = key.cipher()
+                self.accepted[row.id] = row
         return masters
 
     async def _unwrapped(self, row: MasterKeyRow) -> UnwrappedMaster | None:

@@ -636,7 +636,9 @@ class CheckSession(GetSession[E]):
         attempt = attempt._replace(cache=RowCache(0))
         if self.checks_owners:
             return await self._open(attempt, rows)
-        session = sealed_rows.open_session(attempt, rows, sealed_rows.assumed_user(attempt, rows))
+        # Decrypting the session authenticates the user id, and the row id of its user.
+        user = rows.user and Owner(rows.user, self.identity.user_id, b"{}")
+        session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
         view = SessionWithStates(session, self.identity.user_id, b"{}", b"{}")

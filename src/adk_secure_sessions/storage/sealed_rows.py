@@ -133,13 +133,6 @@ def stored_twice(table: str, row: int) -> TamperedError:
     return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
 
 
-def assumed_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
-    """Return the user of *attempt* with an empty state, without decrypting the user's row; None if
-    no row has the tag.  Decrypting a session of the user authenticates the user id and the row id.
-    """
-    return rows.user and Owner(rows.user, attempt.identity.user_id, b"{}")
-
-
 def open_session(
     attempt: Attempt, rows: QueryRows, user: Owner | None, *, with_snapshot: bool = True
 ) -> StoredSession | None:

@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from contextvars import Context
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -26,7 +25,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.caches import Caches, Lru
-from adk_secure_sessions.concurrency import LoopLocks
+from adk_secure_sessions.concurrency import LoopLocks, call_later
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -160,10 +159,6 @@ class RowCache:
         self.sequence: int = 0
         self.found_erased_user: bool = False
 
-    def next_sequence(self) -> int:
-        self.sequence += 1
-        return self.sequence
-
     def put(
         self,
         kind: Lru[bytes, CachedRow[V]],
@@ -183,7 +178,8 @@ class RowCache:
             if cached.value.version > value.version:
                 return
             witness = witness or cached.witness
-        kind.put(tag, CachedRow(witness, value, self.next_sequence(), is_verified))
+        self.sequence += 1
+        kind.put(tag, CachedRow(witness, value, self.sequence, is_verified))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
         self.put(self.users if value.is_user else self.apps, witness, value)
@@ -650,9 +646,7 @@ class UnitOfWork:
         loop = asyncio.get_running_loop()
         if loop not in opened.timers:
             seconds = opened.expires - time.monotonic()
-            # Not in the context of this call, whose variables may refer to plaintext.
-            empty, context = partial(_empty_expired, ref(self), opened.expires), Context()
-            opened.timers[loop] = ref(loop.call_later(seconds, empty, context=context))
+            opened.timers[loop] = ref(call_later(seconds, self.empty_caches, opened.expires))
 
     async def _open(self) -> _OpenState:
         async with self._locks.hold("open"):
@@ -696,11 +690,6 @@ class UnitOfWork:
             await self.reread_keyring(key_cache, keyring)
             raise
         return row
-
-
-def _empty_expired(unit: "ref[UnitOfWork]", expires: float) -> None:
-    if (alive := unit()) is not None:
-        alive.empty_caches(expires)
 
 
 def _cache_identity(opened: _OpenState, identity: Identity) -> None:

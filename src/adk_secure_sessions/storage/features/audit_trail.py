@@ -9,22 +9,20 @@ Removing the last records of a chain leaves a valid chain.  Only the *heads* sho
 and links of last records, which the logger `adk_secure_sessions.audit` writes now and then.
 """
 
-import asyncio
 import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakMethod
+from typing import NamedTuple, TypeVar
 
 from sqlalchemy import insert
 
 from adk_secure_sessions import audit
 from adk_secure_sessions.audit import AuditEntry
+from adk_secure_sessions.concurrency import call_later
 from adk_secure_sessions.db.protocol import (
     Apply,
     Change,
@@ -278,17 +276,9 @@ class AuditTrail(HoldsSecrets):
         due, now = self._heads_due, time.monotonic()
         if due is None and chain.head.records > chain.logged:
             self._heads_due = now + _HEAD_SECONDS
-            loop = asyncio.get_running_loop()
-            # Not in the context of this call, whose actor is not that of the other chains.
-            heads, context = WeakMethod(self.log_heads), Context()
-            loop.call_later(_HEAD_SECONDS, _call_if_alive, heads, context=context)
+            call_later(_HEAD_SECONDS, self.log_heads)
         elif due is not None and now >= due:  # the event loop of the timer has ended
             self.log_heads()
-
-
-def _call_if_alive(method: "WeakMethod[Callable[[], Any]]") -> None:
-    if (alive := method()) is not None:
-        alive()
 
 
 def _log_head(chain: _Chain) -> None:
