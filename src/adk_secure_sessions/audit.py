@@ -133,7 +133,7 @@ class AuditEntry(NamedTuple):
     fields: dict[str, object]  # values for JSON, among them the time as text
 
 
-def entry(event: str, **facts: object) -> AuditEntry:
+def new_entry(event: str, **facts: object) -> AuditEntry:
     """Return a record with the time and the actor of this task; see `record`."""
     actor = audit_actor.get()
     now = time.time_ns() // 1000
@@ -147,12 +147,12 @@ def entry(event: str, **facts: object) -> AuditEntry:
     return AuditEntry(now, fields)
 
 
-def log_entry(made: AuditEntry) -> None:
-    """Write *made* with the logger, if the logger is enabled."""
+def log_entry(entry: AuditEntry) -> None:
+    """Write *entry* with the logger, if the logger is enabled."""
     if is_on():
         # The attribute `audit` contains the same facts, for log handlers that do not parse the
         # message.
-        logger.info("%s", json.dumps(made.fields), extra={"audit": made.fields})
+        logger.info("%s", json.dumps(entry.fields), extra={"audit": entry.fields})
 
 
 def record(event: str, **facts: object) -> None:
@@ -164,10 +164,10 @@ def record(event: str, **facts: object) -> None:
     call = _call.get()
     if call is None and not is_on():
         return
-    made = entry(event, **facts)
+    entry = new_entry(event, **facts)
     if call is not None:
-        call.keep(made)
-    log_entry(made)
+        call.keep(entry)
+    log_entry(entry)
 
 
 def record_rejected(error: DecryptionError) -> None:
@@ -410,10 +410,10 @@ class AuditedCall:
         # The record of this call that its last transaction has stored; None if it stored none.
         self._stored: AuditEntry | None = None
 
-    def keep(self, made: AuditEntry) -> None:
-        """Keep *made*, a security event, unless `_MOST_KEPT` records are kept already."""
+    def keep(self, entry: AuditEntry) -> None:
+        """Keep *entry*, a security event, unless `_MOST_KEPT` records are kept already."""
         if len(self._kept) < _MOST_KEPT:
-            self._kept.append(made)
+            self._kept.append(entry)
         else:
             self._omitted += 1
 
@@ -433,18 +433,18 @@ class AuditedCall:
             with context_value(_call, running):
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
-            made = self._entry(None, type(error).__name__)
+            entry = self._entry(None, type(error).__name__)
             if self._stored is not None and not isinstance(error, Exception):
-                made = self._stored  # the change was committed although the call was cancelled
-            if made is not None:
-                log_entry(made)
+                entry = self._stored  # the change was committed although the call was cancelled
+            if entry is not None:
+                log_entry(entry)
             if isinstance(error, Exception):
-                await self._store(made, has_failed=True)
+                await self._store(entry, has_failed=True)
             raise
-        made = self._stored or self._entry(result, None)
-        if made is not None:
-            log_entry(made)
-        await self._store(made)
+        entry = self._stored or self._entry(result, None)
+        if entry is not None:
+            log_entry(entry)
+        await self._store(entry)
         return result
 
     async def store_rejected(self, error: DecryptionError) -> None:
@@ -458,16 +458,16 @@ class AuditedCall:
         """Return the record of this call; *error* is the name of the error's class."""
         return None
 
-    async def _store(self, made: AuditEntry | None, *, has_failed: bool = False) -> None:
-        """Store the kept records and *made*, unless a transaction has stored *made*.
+    async def _store(self, entry: AuditEntry | None, *, has_failed: bool = False) -> None:
+        """Store the kept records and *entry*, unless a transaction has stored *entry*.
 
         After a failure, only log that they could not be stored: the caller gets the first error.
         """
         entries = list(self._kept)
         if self._omitted:
-            entries.append(entry("records.omitted", number=self._omitted))
-        if made is not None and made is not self._stored:
-            entries.append(made)
+            entries.append(new_entry("records.omitted", number=self._omitted))
+        if entry is not None and entry is not self._stored:
+            entries.append(entry)
         for trail in self.trails:
             try:
                 await trail.store(entries, retries=not has_failed)
@@ -511,15 +511,15 @@ class AccessCall(AuditedCall):
         """
         assert self._trail is not None
         ids = self._with_session(session_id)
-        made = entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
+        entry = new_entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
         self._stored = None
 
         def committed(is_stored: bool) -> None:
-            self._stored = made if is_stored else None
+            self._stored = entry if is_stored else None
             on_commit()
 
         run = self._trail.run_recorded
-        return (await run(transaction, [made], committed, holds_locks=holds_locks))[0]
+        return (await run(transaction, [entry], committed, holds_locks=holds_locks))[0]
 
     def _with_session(self, session_id: str) -> tuple[str, str, str]:
         """Return the ids; if the service has chosen the id of a new session, with *session_id*."""
@@ -531,7 +531,7 @@ class AccessCall(AuditedCall):
         outcome = "failure" if error else "success"
         if result is None and error is None and self._action.endswith(".read"):
             outcome = "missing"
-        return entry(self._action, **facts, outcome=outcome, error=error)
+        return new_entry(self._action, **facts, outcome=outcome, error=error)
 
 
 class CommandCall(AuditedCall):
@@ -541,7 +541,7 @@ class CommandCall(AuditedCall):
         super().__init__(None)
         self._is_stored = is_stored
         self._facts = facts
-        self._began = entry("command", **facts, outcome="started")
+        self._began = new_entry("command", **facts, outcome="started")
 
     async def opened(self, trail: Trail, *, is_prepared: bool) -> None:
         """Store the record that the command has started in *trail*; first prepare the trail."""
@@ -558,7 +558,7 @@ class CommandCall(AuditedCall):
     def _entry(self, result: object, error: str | None) -> AuditEntry:
         outcome = "failure" if error else "success"
         numbers = None if error else _numbers(result)
-        return entry("command", **self._facts, outcome=outcome, error=error, result=numbers)
+        return new_entry("command", **self._facts, outcome=outcome, error=error, result=numbers)
 
 
 def running_access(executor: object) -> AccessCall | None:

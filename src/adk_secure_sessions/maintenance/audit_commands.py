@@ -447,15 +447,15 @@ async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
         named.append({"chain": chain.hex(), "number": end.number, "head": head})
     database = db.unit.database_id
     assert database is not None, "the database is open"
-    made = audit.entry(_PURGE_EVENT, database=database.hex(), chains=named)
+    entry = audit.new_entry(_PURGE_EVENT, database=database.hex(), chains=named)
     try:
-        is_deleted = await db.trail.purge(made, changes)
+        is_deleted = await db.trail.purge(entry, changes)
     except Conflict:
         is_deleted = False
     except Disconnected as lost:
         raise lost.error from None
     if is_deleted:
-        audit.log_entry(made)
+        audit.log_entry(entry)
     return is_deleted
 
 

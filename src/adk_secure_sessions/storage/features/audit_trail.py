@@ -94,10 +94,10 @@ class _Chain(HoldsSecrets):
         """Return the rows for *entries*, and the head of the chain after their commit."""
         count, link = self.head
         rows: list[dict[str, object]] = []
-        for made in entries:
-            context = record_context(self.database_id, self.id, count, made.time)
-            record = seal_record(self._cipher, context, link, made.fields)
-            rows.append({"chain": self.id, "number": count, "time": made.time, "record": record})
+        for entry in entries:
+            context = record_context(self.database_id, self.id, count, entry.time)
+            record = seal_record(self._cipher, context, link, entry.fields)
+            rows.append({"chain": self.id, "number": count, "time": entry.time, "record": record})
             count, link = count + 1, link_of(context, record)
         return rows, Head(count, link)
 
@@ -194,13 +194,13 @@ class AuditTrail(HoldsSecrets):
 
         await (repeated(attempt, writes=True) if retries else attempt())
 
-    async def purge(self, made: AuditEntry, changes: Sequence[Change]) -> bool:
-        """Make *changes* in one transaction, and store *made* in it.
+    async def purge(self, entry: AuditEntry, changes: Sequence[Change]) -> bool:
+        """Make *changes* in one transaction, and store *entry* in it.
 
         Return False and change nothing if the first change matched no row.  After a lost
         connection, this method raises the error: the changes may have been made.
         """
-        applied, _ = await self.run_recorded(partial(try_apply, changes), [made])
+        applied, _ = await self.run_recorded(partial(try_apply, changes), [entry])
         return applied
 
     def log_heads(self) -> None:
@@ -288,11 +288,11 @@ def _log_head(chain: _Chain) -> None:
         return
     chain.logged = count
     if audit.is_on():
-        made = audit.entry(
+        entry = audit.new_entry(
             "audit.head",
             database=chain.database_id.hex(),
             chain=chain.id.hex(),
             number=count - 1,
             head=link.hex(),
         )
-        audit.log_entry(made)
+        audit.log_entry(entry)
