@@ -333,8 +333,8 @@ class ListEvents(ReadOperation, Generic[E]):
     ) -> Page[E, EventPosition]:
         """Return the page of *rows*, the events from *first*, oldest first.
 
-        If an event precedes the page, *rows* begins with it: the next page begins with it, and must
-        find its link.
+        If an older event precedes the page, it is the first of *rows*.  The next page begins with
+        this event, and must find its link.
         """
         before, link = None, NO_LINK
         if len(rows) > self.limit:

@@ -377,7 +377,9 @@ class SealedColumn(Generic[R]):
         return 0 if self._version is None else row[self._version]
 
     def context(self, ids: Sequence[str], row: R) -> bytes:
-        """Return the context of *row*, whose app name, user id and session id begin with *ids*."""
+        """Return the context of *row*; *ids* are the app name, the user id and the session id, or
+        as many of them as the record is bound to.
+        """
         parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._ids])
         if self._tag is not None:
             parts += (row[self._tag],)

@@ -715,8 +715,8 @@ def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) 
 def read_verified(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
-    Without the check, after an append to a session whose row an attacker had replaced by that of
-    another copy of the database, the session could not be read any more.
+    Without this check, an event could be appended to a session whose row an attacker has replaced
+    by that of another copy of the database.  The session could then not be read any more.
     """
     rows = yield from read_rows(attempt, sql.SESSION_WITH_LAST_EVENTS)
     user = sealed_rows.open_user(attempt, rows)

@@ -130,7 +130,9 @@ class Lookup:
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
     def matches(self, view: SessionWithStates) -> bool:
-        """Return whether the state of *view* has the value, or is malformed: the caller raises."""
+        """Return whether the state has the value; True if it is malformed, for the caller parses it
+        again, and raises the error.
+        """
         session = view.session
         states = (
             [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
