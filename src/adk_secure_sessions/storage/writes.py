@@ -130,14 +130,13 @@ class OwnerChanges:
         if user is None:
             row = UserRow(0, app_row, identity.user_tag, 0, b"")
             user = self._insert(row, identity.user_id, delta)
-            found_entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), found_entries)
+            entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
+            self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), entries)
             return user
         check_app_row(user, app_row)
         changed = self._changed(user, delta, *([session.state] if session else ()))
         if delta:
-            entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += index_rows.update(index_rows.row_of_user(user.row.id), entries)
+            self._index(user, delta, {})
         return changed
 
     def _changed(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
@@ -152,15 +151,14 @@ class OwnerChanges:
         """Replace the state of *owner*; return the changed owner."""
         self._ensure_key(owner.row.tag, owner.row.state)
         changed = self._update(owner._replace(state=state))
-        if owner.is_user:
-            self._index_user(owner, state)
+        if owner.is_user and self._keys.keyring.indexed_keys:
+            self._index(owner, load_state(state), load_state(owner.state))
         return changed
 
-    def _index_user(self, user: Owner, state: bytes) -> None:
-        if not self._keys.keyring.indexed_keys:
-            return
-        old = index_rows.entries(self._attempt, USER_PREFIX, load_state(user.state))
-        new = index_rows.entries(self._attempt, USER_PREFIX, load_state(state))
+    def _index(self, user: Owner, state: JsonObject, replaced: JsonObject) -> None:
+        """Add the index rows of *state*, and remove those of keys that only *replaced* has."""
+        new = index_rows.entries(self._attempt, USER_PREFIX, state)
+        old = index_rows.entries(self._attempt, USER_PREFIX, replaced)
         row_id = index_rows.row_of_user(user.row.id)
         self.changes += index_rows.update(row_id, new, old.keys() - new.keys())
 
