@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,19 +266,45 @@ def fork_while_connected(say: Say, url: str) -> None:
         say(runner.run(append_to(service, "parent", 3)))
 
 
-def close_in_a_fork_while_a_thread_has_the_lock(say: Say, url: str) -> None:
+def close_in_the_parent_while_a_fork_writes(say: Say, url: str) -> None:
+    """The last connection of the parent must not delete the write-ahead log of the child."""
+    service = open_service(url)
+    asyncio.run(append_to(service, "s"))
+    (stored, say_stored), (closed, say_closed) = os.pipe(), os.pipe()
+
+    def child() -> None:
+        assert asyncio.run(append_to(service, "s")) == 2
+        os.write(say_stored, b"1")
+        os.read(closed, 1)
+        assert asyncio.run(append_to(service, "s")) == 3
+
+    started = forked(child)
+    os.read(stored, 1)
+    asyncio.run(service.close())
+    os.write(say_closed, b"1")
+    assert ended(started) == 0
+    say(asyncio.run(append_to(service, "s")))
+
+
+def fork_while_a_thread_writes(say: Say, url: str) -> None:
     service = open_service(url)
     asyncio.run(service.prepare_tables())
-    executor: Any = service._unit.executors.data
+    begun = threading.Event()
 
-    def close() -> None:
-        signal.alarm(10)  # ends the child if it waits for the lock
-        asyncio.run(service.close())
+    def write(_: sa.Connection) -> None:
+        begun.set()
+        time.sleep(0.5)
 
-    with executor._lock:
-        child = forked(close)
-    asyncio.run(append_to(service, "s"))
-    say(ended(child))
+    def child() -> None:
+        signal.alarm(20)  # ends the child if it waits for a lock of the parent
+        assert asyncio.run(append_to(service, "s")) == 1
+
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(lambda: asyncio.run(service._unit.change(write)))
+        begun.wait()
+        status = ended(forked(child))
+        writing.result()
+    say(status)
 
 
 def search_in_a_fork_while_a_thread_has_the_locks(say: Say, url: str) -> None:
@@ -343,7 +372,8 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
         (fork_while_connected, 9, "postgresql"),
         pytest.param(fork_while_connected, 9, "mariadb", marks=pytest.mark.soak),
         (collect_the_service_in_a_fork, 0, "postgresql"),
-        (close_in_a_fork_while_a_thread_has_the_lock, 0, "sqlite"),
+        (close_in_the_parent_while_a_fork_writes, 4, "sqlite"),
+        (fork_while_a_thread_writes, 0, "sqlite"),
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),
         (fork_with_database_in_memory, 0, "sqlite"),
     ],

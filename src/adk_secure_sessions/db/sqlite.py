@@ -35,6 +35,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
 from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
@@ -161,8 +162,8 @@ def _set_up(driver: sqlite3.Connection, _record: object) -> None:
 class SqliteExecutor:
     """Runs transactions on its own threads, which the first call starts; see `protocol.Executor`.
 
-    Any number of event loops can use an executor at the same time.  After a `fork`, the child
-    process starts its own threads, but it cannot use a database in memory.
+    Any number of event loops can use an executor at the same time.  After a `fork`, both processes
+    start new threads (see `_before_fork`), but the child cannot use a database in memory.
     """
 
     def __init__(
@@ -181,10 +182,11 @@ class SqliteExecutor:
         sa.event.listen(self._engine, "connect", _set_up)
         sa.event.listen(self._engine, "connect", self._file.connected)
         self._forget_threads()
+        if not self._memory:
+            _of_files[self] = None
 
     def _forget_threads(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
@@ -213,10 +215,8 @@ class SqliteExecutor:
     async def close(self) -> None:
         if os.getpid() != self._pid:
             self._forget_parent()
-        with self._lock:
-            threads, self._threads = self._threads, []
-            if self._finalizer is not None:
-                self._finalizer.detach()
+        with _lock.lock:
+            threads = self._take_threads()
         if threads:
             await asyncio.to_thread(_stop, threads)
         self._engine.dispose()
@@ -238,7 +238,7 @@ class SqliteExecutor:
                 )
             self._forget_parent()
         job = Job(work, on_engine=on_engine, reads=reads)
-        with self._lock:  # otherwise, `close` could end the thread before the job is queued
+        with _lock.lock:  # otherwise, `close` could end the thread before the job is queued
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             # If several threads are idle, `min` returns the first one.  So the first thread is used
@@ -261,12 +261,42 @@ class SqliteExecutor:
         self._finalizer = weakref.finalize(self, _stop, self._threads)
         return self._threads
 
+    def _take_threads(self) -> "list[WorkerThread]":
+        threads, self._threads = self._threads, []
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return threads
+
     def _forget_parent(self) -> None:
         """Start again in a forked process, which has neither the parent's threads nor its locks."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._engine.dispose(close=False)  # closing the connections would break them for the parent
         self._forget_threads()
+
+
+_of_files: "weakref.WeakKeyDictionary[SqliteExecutor, None]" = weakref.WeakKeyDictionary()
+_lock = ThreadLock()  # held to give a job to a thread, to take the threads, and during a fork
+
+
+def _before_fork() -> None:
+    """Close the connections to files.
+
+    SQLite in the child would believe that it has the parent's locks.  The parent could then delete
+    the write-ahead log into which the child writes, or the child could wait for a lock forever.
+    """
+    _lock.lock.acquire()
+    for reference in _of_files.keyrefs():  # listing all is atomic
+        if (executor := reference()) is not None and executor._pid == os.getpid():
+            threads = executor._take_threads()
+            _stop(threads)
+            for one in threads:
+                one.thread.join()
+            executor._engine.dispose()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=lambda: _lock.lock.release())
 
 
 class FileIdentity:
