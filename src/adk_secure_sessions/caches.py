@@ -75,23 +75,19 @@ class Lru(Generic[K, V]):
 
         A *value* that is larger than the limit is not stored.  Other entries stay.
         """
+        if size > self.limit:
+            self.drop(key)
+            return
         with self._one_change.lock:
-            old = self._entries.get(key)  # `get` must find it until it is replaced
-            if size > self.limit:
-                self._remove(key)
-                return
+            _, old = self._entries.get(key, (None, 0))  # `get` must find it until it is replaced
             self._entries[key] = value, size
             self._entries.move_to_end(key)
-            self.size += size - (old[1] if old else 0)
+            self.size += size - old
             while self.size > self.limit and self._entries:  # a fork may have left a wrong size
                 _, (_, removed) = self._entries.popitem(last=False)
                 self.size -= removed
 
     def drop(self, key: K) -> None:
         with self._one_change.lock:
-            self._remove(key)
-
-    def _remove(self, key: K) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.size -= entry[1]
+            _, size = self._entries.pop(key, (None, 0))
+            self.size -= size

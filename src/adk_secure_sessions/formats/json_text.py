@@ -387,8 +387,10 @@ def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) ->
     *name* stands for *data*.
     """
     # The parser accepts MAX_LEVELS nested levels, and one more if the innermost is empty.  For a
-    # lower limit, lists around *data* use up the other levels, unless *data* has too few brackets.
-    outer = MAX_LEVELS - levels + 1 if _brackets(data) > levels else 0
+    # lower limit, lists around *data* use up the other levels, unless *data* is too short or has
+    # too few brackets.
+    may_be_deep = len(data) > 2 * levels and _brackets(data) > levels
+    outer = MAX_LEVELS - levels + 1 if may_be_deep else 0
     try:
         value: Any = from_json(b"[" * outer + data + b"]" * outer if outer else data)
         for _ in range(outer):

@@ -184,6 +184,8 @@ class StagedKeys:
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
         self._cached: dict[bytes, OwnerKeys] = {}
+        # The key ids for `choose_current`, until the current data key is chosen.
+        self._named: dict[bytes, Collection[int]] = {}
         self._owner_tags: dict[int, bytes] = {}  # by data key id
         # The errors of rejected rows of `secure_data_keys`: by the id and by the owner in the row.
         self._rejected: dict[int, DecryptionError] = {}
@@ -236,25 +238,13 @@ class StagedKeys:
             self._owner_tags.update(dict.fromkeys(keys, tag))
 
     def choose_current(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
-        """Determine the owner's current data key, which encrypts new records.
+        """Choose the owner's current data key, which encrypts new records, when it is needed first.
 
         Call this method before `current`, `seal` and `ids_to_store`.  The current data key is the
         newest usable one of *key_ids*, those that the owner's authentic row names.  If there is
         none, it is the newest one that this operation has created, if any.
         """
-        keys = self._of(owner_tag)
-        if keys is None:
-            return
-        current = keys.current
-        if current is not None and key_ids == (current.id,) and self._is_usable(current):
-            return  # the usual case: an earlier call has already determined the current data key
-        usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
-        named = [key for key in usable if key.id in key_ids]
-        candidates = named or [key for key in usable if key.id in self.stored_earlier]
-        current = max(candidates, key=lambda key: key.generation, default=None)
-        if current is not keys.current:
-            keys = OwnerKeys(keys.by_id, current, keys.newest_generation)
-            (self._by_owner if owner_tag in self._by_owner else self._cached)[owner_tag] = keys
+        self._named[owner_tag] = key_ids
 
     def ids_to_store(self, owner_tag: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
@@ -296,6 +286,7 @@ class StagedKeys:
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
+        self._named.pop(owner_tag, None)
         self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
@@ -431,7 +422,7 @@ class StagedKeys:
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
         for tag, keys in self._by_owner.items():
-            self._key_cache.by_owner.put(tag, keys)
+            self._key_cache.by_owner.put(tag, self._of(tag) or keys)
         for key_id, tag in self._owner_tags.items():
             self._key_cache.owner_tags.put(key_id, tag)
 
@@ -441,11 +432,24 @@ class StagedKeys:
         self._cached.pop(owner_tag, None)
 
     def _of(self, owner_tag: bytes) -> OwnerKeys | None:
+        """Return the owner's data keys, with the current one that `choose_current` describes."""
         keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
         if keys is None and self._uses_cache:
             keys = self._key_cache.by_owner.get(owner_tag)
             if keys is not None:
                 self._cached[owner_tag] = keys
+        if keys is None or owner_tag not in self._named:
+            return keys
+        key_ids, current = self._named.pop(owner_tag), keys.current
+        if current is not None and key_ids == (current.id,) and self._is_usable(current):
+            return keys  # the usual case: an earlier call has determined the current data key
+        usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
+        named = [key for key in usable if key.id in key_ids]
+        candidates = named or [key for key in usable if key.id in self.stored_earlier]
+        current = max(candidates, key=lambda key: key.generation, default=None)
+        if current is not keys.current:
+            keys = OwnerKeys(keys.by_id, current, keys.newest_generation)
+            (self._by_owner if owner_tag in self._by_owner else self._cached)[owner_tag] = keys
         return keys
 
     def _is_usable(self, key: DataKey) -> bool:
