@@ -292,17 +292,19 @@ class Scopes(NamedTuple):
 
 def split_scopes(state: JsonObject | None) -> Scopes:
     """Split *state* by scope, and omit `temp:` keys, which ADK never stores."""
-    scopes = Scopes({}, {}, {})
+    app: JsonObject = {}
+    user: JsonObject = {}
+    session: JsonObject = {}
     for key, value in (state or {}).items():
         if ":" not in key:
-            scopes.session[key] = value
+            session[key] = value
         elif key.startswith(APP_PREFIX):
-            scopes.app[key.removeprefix(APP_PREFIX)] = value
+            app[key.removeprefix(APP_PREFIX)] = value
         elif key.startswith(USER_PREFIX):
-            scopes.user[key.removeprefix(USER_PREFIX)] = value
+            user[key.removeprefix(USER_PREFIX)] = value
         elif not key.startswith(TEMP_PREFIX):
-            scopes.session[key] = value
-    return scopes
+            session[key] = value
+    return Scopes(app, user, session)
 
 
 def merge_scopes(app: JsonObject, user: JsonObject, session: JsonObject) -> JsonObject:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
@@ -470,6 +470,9 @@ _owners_as_cached = (
     _same_row(witnesses.alias("app_witnesses"), "app_witness"),
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
+# The names of these parameters: the values of the two rows, then those of the two witnesses.
+_OWNERS = {"app": apps, "user": users, "app_witness": witnesses, "user_witness": witnesses}
+OWNER_COLUMNS = [f"{name}_{one.name}" for name, table in _OWNERS.items() for one in table.c]
 INSERT_SESSION_OF_USER = _session_of_user()
 INSERT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached)
 # If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then no
@@ -533,6 +536,7 @@ UPDATE_WITNESS = _update(witnesses, _equal(witnesses, "at", "tag", "number"), "n
 # them.  Therefore, a row that was tampered with is not overwritten, and the next read rejects it.
 _SESSION_AT = _equal(sessions, "at")
 CHANGED_BY_APPEND = ("revision", "base_revision", "updated_at", "expires_at", "state")
+get_changed: Callable[[SessionRow], Any] = attrgetter(*CHANGED_BY_APPEND)
 UPDATE_SESSION = _update(sessions, _SESSION_AT, *CHANGED_BY_APPEND)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.

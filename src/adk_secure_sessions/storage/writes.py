@@ -439,13 +439,8 @@ def cached_owners(attempt: Attempt) -> CachedOwners | None:
     same = (user.value.user_id, user.value.app_row) == (identity.user_id, app.value.row.id)
     if not same or not attempt.keys.is_as_new_as(identity.user_tag, user.value.row.state):
         return None
-    columns = (
-        parameters(app.value.row, "app_")
-        | parameters(user.value.row, "user_")
-        | parameters(app.witness, "app_witness_")
-        | parameters(user.witness, "user_witness_")
-    )
-    return CachedOwners(app.value, user.value, columns)
+    values = app.value.row + user.value.row + app.witness + user.witness
+    return CachedOwners(app.value, user.value, dict(zip(sql.OWNER_COLUMNS, values, strict=True)))
 
 
 @dataclass(eq=False, repr=False)
@@ -510,32 +505,32 @@ class AppendEvent(Write[StoredSession]):
         new snapshot must be written, but the old snapshot was not read.
         """
         event, old, link = self.event, session.row, new_link()
-        seq = old.revision
-        row = old._replace(
-            revision=seq + 1, updated_at=event.time, expires_at=session.next_expiry(event.time)
-        )
-        new = session._replace(row=row, head=link)
-        changes = []
+        seq, overlay = old.revision, session.overlay
         if event.session_delta:
+            overlay = dump_state(load_state(overlay) | event.session_delta)
+        row = SessionRow(
+            old.id, old.user_row, old.tag, seq + 1, old.base_revision, old.created_at, event.time,
+            session.next_expiry(event.time), b"",
+        )  # fmt: skip
+        new = StoredSession(
+            row, session.session_id, overlay, session.snapshot, link, session.snapshot_link
+        )
+        changes = []
+        if event.session_delta and len(overlay) > OVERLAY_LIMIT:
+            if session.snapshot is None:
+                return None
+            snapshot = dump_state(load_state(session.snapshot) | load_state(overlay))
             new = new._replace(
-                overlay=dump_state(load_state(session.overlay) | event.session_delta)
+                row=row._replace(base_revision=seq + 1),
+                overlay=b"{}",
+                snapshot=snapshot,
+                snapshot_link=new_link(),
             )
-            if len(new.overlay) > OVERLAY_LIMIT:
-                if session.snapshot is None:
-                    return None
-                snapshot = dump_state(load_state(session.snapshot) | load_state(new.overlay))
-                new = new._replace(
-                    row=row._replace(base_revision=seq + 1),
-                    overlay=b"{}",
-                    snapshot=snapshot,
-                    snapshot_link=new_link(),
-                )
-                changes.append(snapshot_change(attempt, new, old.base_revision))
-                new = new._replace(snapshot=None)  # it may be large
+            changes.append(snapshot_change(attempt, new, old.base_revision))
+            new = new._replace(snapshot=None)  # it may be large
         new = sealed_rows.seal_session(attempt, new)
         values = parameters(old, "at_")
-        for name in sql.CHANGED_BY_APPEND:
-            values[name] = getattr(new.row, name)
+        values.update(zip(sql.CHANGED_BY_APPEND, sql.get_changed(new.row), strict=True))
         changes.insert(0, Change(sql.UPDATE_SESSION, values))
         if event.session_delta and attempt.keys.keyring.indexed_keys:
             indexed = index_rows.entries(attempt, "", event.session_delta)
