@@ -311,21 +311,23 @@ def accessed(
         method: Callable[Concatenate[A, P], Awaitable[T]],
     ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
         signature = inspect.signature(method)
+        function: Callable[..., Awaitable[T]] = method
 
-        async def run_recorded(service: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        # Gets the arguments of the call in two objects, since each `**` copies them.
+        async def run_recorded(service: A, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
             read_ids, trail = service._recording
             if read_ids is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
                 read_ids = None
             if read_ids is None:
                 try:
-                    return await method(service, *args, **kwargs)
+                    return await function(service, *args, **kwargs)
                 except DecryptionError as error:
                     record_rejected(error)
                     raise
             ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
             access = AccessCall(trail, action, read_ids, ids)
-            return await access.run(partial(method, service, *args, **kwargs))
+            return await access.run(partial(function, service, *args, **kwargs))
 
         async def run_covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
             with context_value(_covered, inner):
@@ -333,12 +335,11 @@ def accessed(
 
         def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             if covers is not None:  # this is the outer call
-                outer = partial(run_recorded, service, *args, **kwargs)
-                return run_covering(covers(service), outer)
+                return run_covering(covers(service), partial(run_recorded, service, args, kwargs))
             if _covered.get() is service:  # this is the inner call; it covers no call that it makes
                 call = partial(method, service, *args, **kwargs)
                 return call_measured(method, run_covering, None, call)
-            return call_measured(method, run_recorded, service, *args, **kwargs)
+            return call_measured(method, run_recorded, service, args, kwargs)
 
         return hiding_wrapper(method, start)
 

@@ -123,12 +123,12 @@ class GetSession(ReadOperation, Generic[E]):
                     attempt.cache.histories.drop(self.identity.session_tag)
         return await self._open(attempt, await self._read_session(attempt, executors))
 
-    async def _read_session(self, attempt: Attempt, executors: Executors) -> QueryRows:
+    def _read_session(self, attempt: Attempt, executors: Executors) -> Awaitable[QueryRows]:
         forms = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
             forms = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
         parameters = {**self.identity.tags(), "limit": self.limit or 0}
-        return await self._read(attempt, executors, forms, parameters)
+        return self._read(attempt, executors, forms, parameters)
 
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: History | None = None

@@ -1,6 +1,6 @@
 """Encrypt and decrypt rows, and check that rows of one read belong together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -57,7 +57,8 @@ def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
     if row is None:
         _reject_if_removed(rows, identity.app_tag, APPS.name)
         return None
-    _reject_second(rows.apps, APPS.name)
+    if len(rows.apps) > 1:
+        raise stored_twice(APPS.name, rows.apps[1].id)
     if row.app_name != encode_text(identity.app_name):
         raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, APPS.name, row.id)
     return open_owner(attempt, rows, row)
@@ -70,7 +71,8 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
         _reject_if_removed(rows, attempt.identity.user_tag, USERS.name)
         attempt.forget_user()
         return None
-    _reject_second(rows.users, USERS.name)
+    if len(rows.users) > 1:
+        raise stored_twice(USERS.name, rows.users[1].id)
     user = open_owner(attempt, rows, row)
     if user.row.tag != attempt.identity.user_tag or user.user_id != attempt.identity.user_id:
         raise TamperedError("not the requested user", Reason.WRONG_OWNER, USERS.name, user.row.id)
@@ -123,11 +125,6 @@ def require_app(app: Owner | None, user: Owner) -> Owner:
     return app
 
 
-def _reject_second(rows: Sequence[AppRow | UserRow | SessionRow], table: str) -> None:
-    if len(rows) > 1:
-        raise stored_twice(table, rows[1].id)
-
-
 def stored_twice(table: str, row: int) -> TamperedError:
     """Return the error for two rows with one tag: the column has lost its UNIQUE constraint."""
     return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
@@ -146,7 +143,8 @@ def open_session(
         return None
     if user is None:
         raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
-    _reject_second(rows.sessions, SESSIONS.name)
+    if len(rows.sessions) > 1:
+        raise stored_twice(SESSIONS.name, rows.sessions[1].id)
     session = open_session_row(attempt, rows, user, row, with_snapshot=with_snapshot)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         raise TamperedError(

@@ -453,15 +453,13 @@ class UnitOfWork:
         """
         opened = await self._current()
         try:
-            return await self._run_with_retries(
-                operation, opened, Retries(writes=operation.writes, conflicts=conflicts)
-            )
+            return await self._run_with_retries(operation, opened, conflicts)
         finally:
             if opened.row_cache.found_erased_user and self._opened is opened:
                 self.empty_caches()
 
     async def _run_with_retries(
-        self, operation: StorageOperation[T], opened: _OpenState, retries: Retries
+        self, operation: StorageOperation[T], opened: _OpenState, conflicts: int | None
     ) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
         identity, key_cache = operation.identity, opened.key_cache
@@ -477,6 +475,7 @@ class UnitOfWork:
         accepts_changed_keyring = False
         rereads = 0
         is_first = True
+        retries: Retries | None = None  # after a failed attempt
         stored: list[int] = []  # the ids of data keys stored in the key database
         in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
@@ -498,7 +497,7 @@ class UnitOfWork:
                 source,
                 is_first,
                 sequence_at_start=opened.row_cache.sequence,
-                locks_rows=retries.locks_rows,
+                locks_rows=retries is not None and retries.locks_rows,
                 after_commit=[] if operation.writes else None,
                 keys_are_complete=needs_fresh_keys and one_read_is_enough,
                 may_reread=rereads < _REREADS,
@@ -552,6 +551,7 @@ class UnitOfWork:
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 in_doubt += keys.new_rows
+                retries = retries or Retries(writes=operation.writes, conflicts=conflicts)
                 await retries.wait(error)
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
