@@ -38,7 +38,7 @@ def who(expected: Json) -> tuple[str, str, str]:
 async def test_service_reads_the_collections_as_the_vector_says(database: Path) -> None:
     async with service_on(database) as service:
         for expected in COLLECTIONS:
-            found = await service.collections.get(*who(expected))
+            found = await service.collections.get(who(expected))
             assert found is not None
             assert [read_event(item)[1] for item in found.items] == expected["items"]
         for user in DATABASE["users"]:
@@ -69,7 +69,7 @@ async def test_service_continues_the_collections_and_the_reader_reads_them(datab
     new = {"new": [1, None, "🍵"]}
     async with service_on(database) as service:
         for expected in COLLECTIONS:
-            await service.collections.append(*who(expected), encode_item(new))
+            await service.collections.append(who(expected), encode_item(new))
     with reader_of(database, "collections.json") as reader:
         for expected in COLLECTIONS:
             found = reader.collection(*who(expected))
@@ -99,7 +99,7 @@ async def use(path: Path, case: Json) -> None:
             await service.collections.of_user(app, user)
         else:
             limit = 1 if case["when"] == "last" else None
-            assert await service.collections.get(app, user, name, limit=limit)
+            assert await service.collections.get((app, user, name), limit=limit)
 
 
 def read(path: Path, case: Json) -> None:

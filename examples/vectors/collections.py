@@ -63,7 +63,7 @@ async def _write(path: Path) -> None:
         await service.create_session(app_name=CLINIC, user_id=ADA, session_id=LIST)
         await _append(service, _BY_AES)
         with suppress(EOFError):
-            await service.collections.append(CLINIC, BOB, EMPTY, _no_item)
+            await service.collections.append((CLINIC, BOB, EMPTY), _no_item)
     async with EncryptedSessionService(url, second, [first]) as service:
         await _append(service, _BY_FERNET)
 
@@ -76,12 +76,12 @@ async def _append(
     service: EncryptedSessionService, appends: list[tuple[str, str, Json, dict[int, Json]]]
 ) -> None:
     for user, name, item, replaced in appends:
-        stored = await service.collections.get(CLINIC, user, name, limit=0)
+        stored = await service.collections.get((CLINIC, user, name), limit=0)
         new, changed = encode_item(item), {n: encode_item(one) for n, one in replaced.items()}
         if stored is None:
-            await service.collections.append(CLINIC, user, name, new)
+            await service.collections.append((CLINIC, user, name), new)
         else:
-            await service.collections.append_at(stored.version, CLINIC, user, name, new, changed)
+            await service.collections.append_at(stored.version, (CLINIC, user, name), new, changed)
 
 
 def _contents() -> list[Json]:

@@ -116,7 +116,7 @@ async def build(directory: Path, options: dict[str, Any]) -> Victim:
         for n in range(3):
             await first.append_event(session, event(n))
         for item in ITEMS[:2]:
-            await first.collections.append(APP, "ada", "one", item)
+            await first.collections.append((APP, "ada", "one"), item)
         master = (await first.collections._unit.keyring()).index_master
         tags = {name: master.collection(APP, "ada", name) for name in ("one", "two")}
         tags["bobs"] = master.collection(APP, "bob", "bobs")
@@ -125,12 +125,12 @@ async def build(directory: Path, options: dict[str, Any]) -> Victim:
     fork = copied(path, "fork.db")
     for file, items in ((path, ITEMS), (fork, OTHER_ITEMS)):
         async with service(file) as later:
-            await later.collections.append(APP, "ada", "one", items[2])
+            await later.collections.append((APP, "ada", "one"), items[2])
             for item in items:
-                await later.collections.append(APP, "ada", "two", item)
+                await later.collections.append((APP, "ada", "two"), item)
     async with service(path) as last:
         for item in ITEMS:
-            await last.collections.append(APP, "bob", "bobs", item)
+            await last.collections.append((APP, "bob", "bobs"), item)
     copied(path, "whole.db")
     copied(fork, "whole-fork.db")
     victim = Victim(path, older, fork, tags, options)
@@ -143,11 +143,11 @@ async def assert_rejected(victim: Victim, *names: str) -> None:
     async with victim.service() as service:
         for name in names:
             with pytest.raises(MISPLACED):
-                await service.collections.get(APP, "ada", name)
+                await service.collections.get((APP, "ada", name))
             with pytest.raises(MISPLACED):
-                await service.collections.get(APP, "ada", name, limit=1)
+                await service.collections.get((APP, "ada", name), limit=1)
             with pytest.raises(MISPLACED):
-                await service.collections.append(APP, "ada", name, NEW)
+                await service.collections.append((APP, "ada", name), NEW)
     async with victim.maintained() as db:
         assert (await verify(db)).bad
 
@@ -194,7 +194,7 @@ async def test_collection_made_a_session_is_rejected_wherever_it_is_read(victim:
         assert await names(service) == ["two"], "docs/limits.md: a listing proves no completeness"
     victim.run(to(-2, "one"))
     async with victim.service() as service:
-        found = await service.collections.get(APP, "ada", "one")
+        found = await service.collections.get((APP, "ada", "one"))
         assert found is not None
         assert found.items == ITEMS
 
@@ -255,7 +255,7 @@ async def test_item_replaced_by_a_row_of_something_else_is_rejected(
     )
     async with victim.service() as service:
         with pytest.raises(MISPLACED):
-            await service.collections.get(APP, "ada", target)
+            await service.collections.get((APP, "ada", target))
     async with victim.maintained() as db:
         assert (await verify(db)).bad
 
@@ -276,9 +276,9 @@ async def test_item_of_another_copy_of_the_database_is_rejected(victim: Victim) 
     async with victim.service() as service:
         for limit in (None, 1):
             with pytest.raises(TamperedError):
-                await service.collections.get(APP, "ada", "one", limit=limit)
+                await service.collections.get((APP, "ada", "one"), limit=limit)
         with pytest.raises(TamperedError):
-            await service.collections.append(APP, "ada", "one", NEW)
+            await service.collections.append((APP, "ada", "one"), NEW)
 
 
 async def test_collection_row_of_another_copy_is_rejected_except_in_listings(
@@ -288,7 +288,7 @@ async def test_collection_row_of_another_copy_is_rejected_except_in_listings(
     await assert_rejected(victim, "one")
     async with victim.service() as service:
         assert await names(service) == ["one", "two"], "docs/limits.md: a listing reads no item"
-        assert await service.collections.get(APP, "ada", "one", limit=0), "nor does this"
+        assert await service.collections.get((APP, "ada", "one"), limit=0), "nor does this"
 
 
 async def test_older_collection_row_is_rejected(victim: Victim) -> None:
@@ -306,7 +306,7 @@ async def test_collection_without_its_last_item_is_rejected(victim: Victim) -> N
 
 async def test_deleted_collection_that_is_inserted_again_is_rejected(victim: Victim) -> None:
     async with victim.service() as service:
-        assert await service.collections.delete(APP, "ada", "one")
+        assert await service.collections.delete((APP, "ada", "one"))
     copy = victim.path.with_name("whole.db")
     victim.take(copy, "secure_sessions", "tag = :one")
     victim.take(copy, "secure_events", f"session_row = {OF.format('one')}")
@@ -315,9 +315,9 @@ async def test_deleted_collection_that_is_inserted_again_is_rejected(victim: Vic
 
 async def test_row_of_a_deleted_collection_cannot_stand_for_the_new_one(victim: Victim) -> None:
     async with victim.service() as service:
-        await service.collections.delete(APP, "ada", "one")
+        await service.collections.delete((APP, "ada", "one"))
         for item in OTHER_ITEMS:
-            await service.collections.append(APP, "ada", "one", item)
+            await service.collections.append((APP, "ada", "one"), item)
     victim.run("DELETE FROM secure_sessions WHERE tag = :one")
     victim.take(victim.path.with_name("whole.db"), "secure_sessions", "tag = :one")
     await assert_rejected(victim, "one")
@@ -326,14 +326,14 @@ async def test_row_of_a_deleted_collection_cannot_stand_for_the_new_one(victim: 
 async def test_older_version_of_a_replaced_item_is_left_to_the_application(victim: Victim) -> None:
     """Its links are those of the new version: the appended item must name what was replaced."""
     async with victim.service() as service:
-        found = await service.collections.get(APP, "ada", "one", limit=0)
+        found = await service.collections.get((APP, "ada", "one"), limit=0)
         assert found is not None
         replaced = {1: encode_item({})}
-        await service.collections.append_at(found.version, APP, "ada", "one", NEW, replaced)
+        await service.collections.append_at(found.version, (APP, "ada", "one"), NEW, replaced)
     copy = victim.path.with_name("whole.db")
     victim.take(copy, "secure_events", f"session_row = {OF.format('one')} AND seq = 1")
     async with victim.service() as service:
-        again = await service.collections.get(APP, "ada", "one")
+        again = await service.collections.get((APP, "ada", "one"))
     assert again is not None
     assert again.items == (*ITEMS, NEW)
 
@@ -359,10 +359,10 @@ async def test_older_list_of_features_is_reported_and_mended_by_the_next_append(
     assert [(one.table, one.row) for one in found.problems] == [("secure_meta", "features")]
     assert (found.bad, found.collections, found.items) == (1, 3, 9)
     async with victim.service() as service:
-        one = await service.collections.get(APP, "ada", "one")
+        one = await service.collections.get((APP, "ada", "one"))
         assert one is not None
         assert one.items == ITEMS
-        await service.collections.append(APP, "ada", "one", NEW)
+        await service.collections.append((APP, "ada", "one"), NEW)
     assert victim.value(FEATURES).startswith("collections ")
     async with victim.maintained() as db:
         assert (await verify(db)).bad == 0
@@ -373,17 +373,17 @@ async def test_features_with_a_wrong_mac_are_rejected(victim: Victim) -> None:
     victim.run("UPDATE secure_meta SET value = :v WHERE name = 'features'", v=f"- {mac}")
     async with victim.service() as service:
         with pytest.raises(WrongKeyError):
-            await service.collections.get(APP, "ada", "one")
+            await service.collections.get((APP, "ada", "one"))
 
 
 async def test_running_service_adds_no_feature_to_a_list_that_was_modified(victim: Victim) -> None:
     async with victim.service() as service:
-        assert await service.collections.get(APP, "ada", "one")
+        assert await service.collections.get((APP, "ada", "one"))
         value = victim.value(FEATURES)
         victim.run("UPDATE secure_meta SET value = :v WHERE name = 'features'",
                    v=f"- {value.split()[1]}")  # fmt: skip
         with pytest.raises(WrongKeyError):
-            await service.collections.append(APP, "ada", "new", NEW)
+            await service.collections.append((APP, "ada", "new"), NEW)
     assert victim.value("SELECT count(*) FROM secure_sessions") == 4
 
 
@@ -459,6 +459,6 @@ async def test_record_of_a_collection_whose_header_was_altered_keeps_its_data_ke
         assert done.data_keys == 2, "those of the app and of Bob"
     victim.run(put, value=stored)
     async with victim.service() as service:
-        found = await service.collections.get(APP, "ada", "one")
+        found = await service.collections.get((APP, "ada", "one"))
         assert found is not None
         assert found.items == ITEMS

@@ -67,7 +67,7 @@ class Victim:
                 )
                 self.rows[name] = self.value("SELECT max(id) FROM secure_sessions")
                 self.rows[user] = self.value("SELECT max(id) FROM secure_users")
-            await service.collections.append(CLINIC, "ada", '["list"]', encode_item({}))
+            await service.collections.append((CLINIC, "ada", '["list"]'), encode_item({}))
             self.rows["list"] = self.value("SELECT max(id) FROM secure_sessions")
         async with self.maintained() as db:
             index_master = (await db.keyring()).index_master

@@ -22,7 +22,7 @@ def db(file_url: str) -> str:
                 await service.append_event(session, event(n))
             for name in ("c", "d"):
                 for n in range(3):
-                    await service.collections.append(APP, "ada", name, encode_item({"n": n}))
+                    await service.collections.append((APP, "ada", name), encode_item({"n": n}))
 
     asyncio.run(fill())
     return file_url

@@ -287,7 +287,7 @@ async def test_each_write_keeps_the_index(
     await create(unaware, "two", "new", ticket=None, user_mrn=None)
     assert await found(service, "ticket", None) == ["one", "two"]
     assert await found(service, "user:mrn", None) == ["one", "two"]
-    await unaware.collections.append(APP, USER, '["list"]', encode_item({"ticket": 1}))
+    await unaware.collections.append((APP, USER, '["list"]'), encode_item({"ticket": 1}))
     await unaware.delete_session(app_name=APP, user_id=USER, session_id="one")
     await service.delete_session(app_name=APP, user_id="bob", session_id="late")
     await assert_kept(arguments)

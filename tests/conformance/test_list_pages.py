@@ -140,7 +140,7 @@ async def test_page_is_full_although_collections_are_left_out(service: BaseSessi
     for n in range(4):
         await create(service, f"s{n}")
         for m in range(3):
-            await service.collections.append(APP, USER, f"c{n}{m}", encode_item({"n": 1}))
+            await service.collections.append((APP, USER, f"c{n}{m}"), encode_item({"n": 1}))
     assert await ids(service, limit=2) == [["s0", "s1"], ["s2", "s3"]]
     assert await ids(service, None, limit=3, order="newest") == [["s3", "s2", "s1"], ["s0"]]
 
@@ -180,7 +180,7 @@ async def test_small_page_of_a_user_with_many_collections_takes_few_reads(tmp_pa
     service, faults = with_faults(opened)
     async with service:
         for number in range(120):
-            await service.collections.append(APP, USER, f"c{number}", encode_item({}))
+            await service.collections.append((APP, USER, f"c{number}"), encode_item({}))
         await create(service, "a")
         before = faults.data.counts[Point.READ]
         assert await ids(service, limit=1) == [["a"]]

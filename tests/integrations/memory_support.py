@@ -85,7 +85,7 @@ def reference() -> InMemoryMemoryService:
 
 
 async def items_of(service: EncryptedSessionService, user: str = USER) -> Sequence[bytes]:
-    found = await service.collections.get(APP, user, '["memory"]')
+    found = await service.collections.get((APP, user, '["memory"]'))
     return found.items if found else ()
 
 

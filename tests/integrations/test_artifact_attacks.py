@@ -208,9 +208,11 @@ async def test_no_traceback_shows_a_key_of_a_blob(
 ) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         found = await sessions.collections.get(
-            WHO["app_name"],
-            WHO["user_id"],
-            json.dumps(["artifact", "needle-session", HERE["filename"]]),
+            (
+                WHO["app_name"],
+                WHO["user_id"],
+                json.dumps(["artifact", "needle-session", HERE["filename"]]),
+            ),
         )
     assert found is not None
     keys = [read_event(item)[1]["blob"]["key"] for item in found.items]
@@ -260,11 +262,11 @@ async def test_old_row_of_a_reencrypted_content_is_rejected(
     name = json.dumps(["artifact", HERE["session_id"], HERE["filename"]])
     async with Database(url, BACKEND) as db:
         collections = Collections(db.unit)
-        found = await collections.get(*db_ids(), name)
+        found = await collections.get((*db_ids(), name))
         assert found is not None
         blob = Blob((await collections.database_id()).hex(), "0" * 32, bytes(32), 16)
         item = reencrypted_item(found.items[2], 2, 3, blob, 1)
-        await collections.append_at(found.version, *db_ids(), name, item)
+        await collections.append_at(found.version, (*db_ids(), name), item)
     if attack == "the old row":
         attack = (
             f"UPDATE secure_sessions SET revision = {revision}, updated_at = {updated_at}, "

@@ -113,7 +113,7 @@ async def check(url: str, blobs: Path) -> tuple[int, ...]:
 
 
 async def items(sessions: EncryptedSessionService) -> list[dict[str, Any]]:
-    found = await sessions.collections.get(WHO["app_name"], WHO["user_id"], NAME)
+    found = await sessions.collections.get((WHO["app_name"], WHO["user_id"], NAME))
     assert found is not None
     return [read_event(item)[1] for item in found.items]
 

@@ -200,7 +200,7 @@ async def test_malformed_item_is_rejected(file_url: str) -> None:
     """tests/test_memory_items.py has all kinds of them."""
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         for item in ({}, {"scope": "s"}):
-            await sessions.collections.append(APP, USER, '["memory"]', encode_item(item))
+            await sessions.collections.append((APP, USER, '["memory"]'), encode_item(item))
         with pytest.raises(DecryptionError, match=r"secure_events row \d+, 1: .*its writer"):
             await found(ours(sessions), "cat")
 
@@ -218,7 +218,7 @@ async def test_record_that_does_not_fit_to_the_deletion_is_rejected(
     drop = {"1": {"places": places, "replacement": VALUE}}
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         for values in ({}, item, {"drop": drop}):
-            await sessions.collections.append(APP, USER, '["memory"]', encode_item(values))
+            await sessions.collections.append((APP, USER, '["memory"]'), encode_item(values))
     await every_call_is_rejected(file_url)
 
 

@@ -176,14 +176,14 @@ async def test_memory_that_was_created_again_is_read_again(
     memory = ours(sessions)
     await add(memory, text_event("cat"))
     async with EncryptedSessionService(file_url, BACKEND) as others:
-        await others.collections.delete(APP, USER, '["memory"]')
+        await others.collections.delete((APP, USER, '["memory"]'))
         assert await found(memory, "cat dog") == []
         await add(memory, text_event("cat"))
-        await others.collections.delete(APP, USER, '["memory"]')
+        await others.collections.delete((APP, USER, '["memory"]'))
         for n in range(3):
             await add_events(ours(others), text_event(f"dog {n}"))
         assert await found(memory, "cat dog") == ["dog 0", "dog 1", "dog 2"]
-        await others.collections.delete(APP, USER, '["memory"]')
+        await others.collections.delete((APP, USER, '["memory"]'))
         await add(memory, text_event("cat"))
         assert await found(ours(others), "cat dog") == ["cat"]
 

@@ -54,12 +54,12 @@ async def fill(service: EncryptedSessionService, users: tuple[str, ...] = ("ada"
             await service.append_event(session, event(n))
         for name in ("c", "d"):
             for item in ITEMS:
-                await service.collections.append(APP, user, name, item)
+                await service.collections.append((APP, user, name), item)
 
 
 async def assert_whole(service: EncryptedSessionService, user: str = "ada") -> None:
     for name in ("c", "d"):
-        found = await service.collections.get(APP, user, name)
+        found = await service.collections.get((APP, user, name))
         assert found is not None
         assert list(found.items) == ITEMS
 
@@ -71,8 +71,8 @@ def counts(found: Any) -> tuple[int, ...]:
 async def test_verify_checks_the_json_of_items(file_url: str, tmp_path: Path) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await fill(service, ("ada",))
-        await service.collections.append(APP, "ada", "c", b"no item")
-        await service.collections.append(APP, "ada", "d", ITEMS[0][:-1])
+        await service.collections.append((APP, "ada", "c"), b"no item")
+        await service.collections.append((APP, "ada", "d"), ITEMS[0][:-1])
     place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     rows = query(place, "SELECT session_row FROM secure_events WHERE seq = 3 ORDER BY 1")
     async with Database(file_url, BACKEND) as db:
@@ -97,7 +97,7 @@ async def test_problems_of_collections_are_named_so(file_url: str, tmp_path: Pat
 async def test_lookup_tells_a_session_from_a_collection_of_the_same_name(url: str) -> None:
     async with EncryptedSessionService(url, BACKEND) as service:
         await fill(service)
-        await service.collections.append(APP, "ada", "s", ITEMS[0])
+        await service.collections.append((APP, "ada", "s"), ITEMS[0])
     async with Database(url, BACKEND) as db:
         *_, session, collection = await lookup(db, APP, "ada", "s", "s")
         assert (session.kind, collection.kind) == ("session", "collection")
@@ -131,7 +131,7 @@ async def all_keys_rotated(database: Any, service: Any) -> None:
         assert counts(await verify(db)) == (0, 0, 2, 6, 0, 0)
     async with service(NEW) as reader:
         assert await reader.collections.of_user(APP, "ada") == []
-        assert await reader.collections.get(APP, "ada", "c") is None
+        assert await reader.collections.get((APP, "ada", "c")) is None
         await assert_whole(reader, "bob")
 
 
@@ -170,7 +170,7 @@ async def test_separated_copy_keeps_the_feature_and_its_collections(file_url: st
     assert query(place, FEATURES)[0][0].startswith("collections ")
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await assert_whole(service)
-        await service.collections.append(APP, "ada", "e", ITEMS[0])
+        await service.collections.append((APP, "ada", "e"), ITEMS[0])
 
 
 async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(
@@ -181,7 +181,7 @@ async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(
 
     async def append() -> None:
         async with EncryptedSessionService(file_url, BACKEND) as service:
-            await service.collections.append(APP, "ada", "c", ITEMS[0])
+            await service.collections.append((APP, "ada", "c"), ITEMS[0])
 
     db, faults = with_faults(lambda: Database(file_url, BACKEND))
     async with db:
@@ -201,7 +201,7 @@ async def test_running_service_adds_no_feature_during_a_separation(file_url: str
 
         async def append() -> None:
             try:
-                await running.collections.append(APP, "ada", "c", ITEMS[0])
+                await running.collections.append((APP, "ada", "c"), ITEMS[0])
             except ConfigurationError as error:
                 errors.append(str(error))
 
@@ -229,12 +229,12 @@ async def append_meanwhile(service: EncryptedSessionService, done: asyncio.Event
     number = 0
     while not done.is_set() or number < 6:
         new, replaced = encode_item({"new": number}), {}
-        at = await service.collections.append(APP, "ada", "c", new)
+        at = await service.collections.append((APP, "ada", "c"), new)
         number += 1
         if number % 3 == 0:
             replaced = {at.revision - 1: encode_item({"replaced": number - 1})}
             item = encode_item({"names": number - 1})
-            await service.collections.append_at(at, APP, "ada", "c", item, replaced)
+            await service.collections.append_at(at, (APP, "ada", "c"), item, replaced)
         await asyncio.sleep(0.002)
         if number > 400:
             break
@@ -265,7 +265,7 @@ async def test_keys_are_rotated_and_retired_while_items_are_appended_and_replace
         done.set()
         number = await writer
     async with EncryptedSessionService(**urls, backend=BACKEND) as reader:
-        found = await reader.collections.get(APP, "ada", "c")
+        found = await reader.collections.get((APP, "ada", "c"))
     assert found is not None
     items = [read_event(item)[1] for item in found.items[3:]]
     replaced = {item["names"] for item in items if "names" in item}
@@ -286,7 +286,7 @@ def append_five(say: Callable[[object], None], url: str, name: str, go: Path) ->
             while not go.exists():
                 time.sleep(0.001)
             for n in range(5):
-                await service.collections.append(APP, "ada", "c", encode_item({name: n}))
+                await service.collections.append((APP, "ada", "c"), encode_item({name: n}))
 
     asyncio.run(main())
 
@@ -307,7 +307,7 @@ def test_feature_is_added_once_by_two_processes(url: str, place: sa.URL, tmp_pat
 
     async def read() -> list[dict[str, Any]]:
         async with EncryptedSessionService(url, BACKEND) as service:
-            found = await service.collections.get(APP, "ada", "c")
+            found = await service.collections.get((APP, "ada", "c"))
         assert found is not None
         return [read_event(item)[1] for item in found.items]
 
@@ -323,10 +323,10 @@ async def test_feature_is_added_again_after_the_database_was_replaced(file_url: 
     await service.create_session(app_name=APP, user_id="ada", session_id="s")
     await service.close()
     shutil.copy(path, f"{path}.old")
-    await service.collections.append(APP, "ada", "c", ITEMS[0])
+    await service.collections.append((APP, "ada", "c"), ITEMS[0])
     await service.close()
     shutil.copy(f"{path}.old", path)
-    await service.collections.append(APP, "ada", "c", ITEMS[0])
+    await service.collections.append((APP, "ada", "c"), ITEMS[0])
     await service.close()
     with closing(sqlite3.connect(path)) as connection:
         ((value,),) = connection.execute(FEATURES)

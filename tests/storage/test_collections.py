@@ -29,21 +29,21 @@ async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
 async def fill(
     service: EncryptedSessionService, name: str = "c", user: str = "ada"
 ) -> SessionVersion:
-    return [await service.collections.append(APP, user, name, item) for item in ITEMS][-1]
+    return [await service.collections.append((APP, user, name), item) for item in ITEMS][-1]
 
 
 async def test_items_are_read_back_in_order(service: EncryptedSessionService, url: str) -> None:
     at = await fill(service)
     for reader in (service, EncryptedSessionService(url, BACKEND)):
-        found = await reader.collections.get(APP, "ada", "c")
+        found = await reader.collections.get((APP, "ada", "c"))
         assert found is not None
         assert found.items == tuple(ITEMS)
         assert (found.version, found.size) == (at, 5)
-        last = await reader.collections.get(APP, "ada", "c", limit=2)
+        last = await reader.collections.get((APP, "ada", "c"), limit=2)
         assert last is not None
         assert last.items == tuple(ITEMS[3:])
-        assert await reader.collections.get(APP, "bob", "c") is None
-        assert await reader.collections.get(APP, "ada", "other") is None
+        assert await reader.collections.get((APP, "bob", "c")) is None
+        assert await reader.collections.get((APP, "ada", "other")) is None
     await reader.close()
 
 
@@ -59,11 +59,11 @@ async def test_collections_and_sessions_of_one_name_are_kept_apart(
         assert [one.id for one in listing.sessions] == ["same"]
     assert [one.name for one in await service.collections.of_user(APP, "ada")] == ["same"]
     await service.delete_session(app_name=APP, user_id="ada", session_id="same")
-    found = await service.collections.get(APP, "ada", "same")
+    found = await service.collections.get((APP, "ada", "same"))
     assert found is not None
     assert found.size == 5
-    assert await service.collections.delete(APP, "ada", "same")
-    assert not await service.collections.delete(APP, "ada", "same")
+    assert await service.collections.delete((APP, "ada", "same"))
+    assert not await service.collections.delete((APP, "ada", "same"))
     assert await service.collections.of_user(APP, "ada") == []
 
 
@@ -71,20 +71,20 @@ async def test_concurrent_appends_lose_no_item(service: EncryptedSessionService,
     async with EncryptedSessionService(url, BACKEND) as other:
         await asyncio.gather(
             *(
-                (service, other)[n % 2].collections.append(APP, "ada", "c", encode_item({"n": n}))
+                (service, other)[n % 2].collections.append((APP, "ada", "c"), encode_item({"n": n}))
                 for n in range(20)
             )
         )
-        found = await other.collections.get(APP, "ada", "c")
+        found = await other.collections.get((APP, "ada", "c"))
     assert found is not None
     assert sorted(found.items) == sorted(encode_item({"n": n}) for n in range(20))
 
 
 async def test_append_at_an_old_position_is_rejected(service: EncryptedSessionService) -> None:
     at = await fill(service)
-    await service.collections.append_at(at, APP, "ada", "c", ITEMS[0])
+    await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[0])
     with pytest.raises(StaleRevision):
-        await service.collections.append_at(at, APP, "ada", "c", ITEMS[1])
+        await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[1])
 
 
 async def test_replaced_items_are_not_stored_any_more(
@@ -92,9 +92,9 @@ async def test_replaced_items_are_not_stored_any_more(
 ) -> None:
     at = await fill(service)
     gone = encode_item({})
-    await service.collections.append_at(at, APP, "ada", "c", ITEMS[4], {1: gone, 3: gone})
+    await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[4], {1: gone, 3: gone})
     async with EncryptedSessionService(url, BACKEND) as reader:
-        found = await reader.collections.get(APP, "ada", "c")
+        found = await reader.collections.get((APP, "ada", "c"))
     assert found is not None
     assert found.items == (ITEMS[0], gone, ITEMS[2], gone, ITEMS[4], ITEMS[4])
     async with Database(url, BACKEND) as db:
@@ -115,12 +115,12 @@ async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None
     service, faults = with_faults(lambda: EncryptedSessionService(file_url, BACKEND))
     async with service:
         append = service.collections.append
-        *_, at = [await append(APP, "ada", "c", encode_item({"n": n})) for n in range(250)]
+        *_, at = [await append((APP, "ada", "c"), encode_item({"n": n})) for n in range(250)]
         reads = faults.data.counts[Point.READ]
         replaced = {n: encode_item({"new": n}) for n in range(250)}
-        await service.collections.append_at(at, APP, "ada", "c", ITEMS[0], replaced)
+        await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[0], replaced)
         assert faults.data.counts[Point.READ] - reads == 3  # the collection, and 200 and 50 items
-        found = await service.collections.get(APP, "ada", "c")
+        found = await service.collections.get((APP, "ada", "c"))
         assert found is not None
         assert found.items == (*replaced.values(), ITEMS[0])
 
@@ -129,8 +129,8 @@ async def test_only_earlier_items_are_replaced(service: EncryptedSessionService)
     at = await fill(service)
     for number in (5, -1):
         with pytest.raises(ValueError, match="replaced"):
-            await service.collections.append_at(at, APP, "ada", "c", ITEMS[0], {number: ITEMS[0]})
-    found = await service.collections.get(APP, "ada", "c")
+            await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[0], {number: ITEMS[0]})
+    found = await service.collections.get((APP, "ada", "c"))
     assert found is not None
     assert found.items == tuple(ITEMS)
 
@@ -139,10 +139,10 @@ async def test_only_earlier_items_are_replaced(service: EncryptedSessionService)
 async def test_name_that_is_too_long_is_rejected(file_url: str, character: str) -> None:
     longest = character * (MAX_NAME_BYTES // len(character.encode("utf-8", "surrogatepass")))
     async with EncryptedSessionService(file_url, BACKEND) as service:
-        await service.collections.append(APP, "ada", longest, ITEMS[0])
+        await service.collections.append((APP, "ada", longest), ITEMS[0])
         assert [one.name for one in await service.collections.of_user(APP, "ada")] == [longest]
         with pytest.raises(ValueError, match="at most"):
-            await service.collections.append(APP, "ada", longest + character, ITEMS[0])
+            await service.collections.append((APP, "ada", longest + character), ITEMS[0])
 
 
 def stop(_: Collection) -> bytes:
@@ -153,8 +153,8 @@ async def test_collection_without_items_is_not_there(file_url: str) -> None:
     """The process that was creating it has stopped before it stored the first item."""
     async with EncryptedSessionService(file_url, BACKEND) as service:
         with pytest.raises(EOFError):
-            await service.collections.append(APP, "ada", "c", stop)
+            await service.collections.append((APP, "ada", "c"), stop)
         assert await service.collections.of_user(APP, "ada") == []
-        assert await service.collections.get(APP, "ada", "c") is None
+        assert await service.collections.get((APP, "ada", "c")) is None
         await fill(service)
         assert [one.size for one in await service.collections.of_user(APP, "ada")] == [5]

@@ -254,7 +254,7 @@ async def artifacts_of(
                 ids = stored.require_ids()
                 if not ids.is_collection or scope_and_name(ids.session_id) is None:
                     continue
-                collection = await collections.get(*ids[:3])
+                collection = await collections.get(ids[:3])
                 if collection is None:
                     continue
                 # If the tag of the stored row was modified, `get` may have found another row.  But

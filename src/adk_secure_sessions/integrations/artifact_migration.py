@@ -198,7 +198,7 @@ class _ArtifactRun:
             state = (await self.db.imports.imported([one.owner])).get(one.owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
-            collection = await self.collections.get(*address)
+            collection = await self.collections.get(address)
             stored = versions_of(collection) if collection else []
         new = one.versions[len(stored) :]
         if new and self.action != "copy":

@@ -116,7 +116,7 @@ async def add_version(
         return encode_item(values | {"version": count, "versions": count + 1})
 
     # If this fails, keep the blob: an attempt whose answer was lost may have stored the item.
-    await collections.append(*address, item)
+    await collections.append(address, item)
     return count
 
 

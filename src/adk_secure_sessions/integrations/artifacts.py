@@ -201,12 +201,12 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         deletes the contents later.
         """
         address = _address(app_name, user_id, filename, session_id)
-        collection = await self._collections.get(*address)
+        collection = await self._collections.get(address)
         if collection is None:
             return
         # Before the rows are deleted, because they name the blobs.
         versions = versions_of(collection)
-        if await self._collections.delete(*address):
+        if await self._collections.delete(address):
             for version in versions:
                 if version.blob is not None:
                     await self._mark(version.blob)
@@ -217,7 +217,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
     ) -> list[int]:
         """Return the numbers of all versions; an empty list for an unknown artifact."""
         address = _address(app_name, user_id, filename, session_id)
-        collection = await self._collections.get(*address, limit=1)
+        collection = await self._collections.get(address, limit=1)
         return list(range(version_count(collection))) if collection else []
 
     @accessed("artifacts.list")
@@ -225,7 +225,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
         """Return all versions with their metadata, without contents; [] if there is no artifact."""
-        collection = await self._collections.get(*_address(app_name, user_id, filename, session_id))
+        collection = await self._collections.get(_address(app_name, user_id, filename, session_id))
         versions = versions_of(collection) if collection else []
         return [_as_artifact_version(version) for version in versions]
 
@@ -320,7 +320,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
     async def _version(self, address: Address, number: int | None) -> Version | None:
         """Return the version *number*, or the latest if *number* is None; None if there is none."""
-        collection = await self._collections.get(*address, limit=1)
+        collection = await self._collections.get(address, limit=1)
         if collection is None:
             return None
         (last,) = versions_of(collection)
@@ -329,7 +329,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             return last
         if not 0 <= number < last.versions:
             return None
-        collection = await self._collections.get(*address)
+        collection = await self._collections.get(address)
         versions = versions_of(collection) if collection else []
         return versions[number] if number < len(versions) else None
 

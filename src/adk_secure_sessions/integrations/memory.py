@@ -329,7 +329,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                         return
                     # Create the collection with an empty item.  Then each later item can be
                     # appended at an expected row id and revision.
-                    await self._collections.append(*address, encode_item(MemoryItem().values()))
+                    await self._collections.append(address, encode_item(MemoryItem().values()))
                     continue
                 with memory.lock:
                     version = memory.version
@@ -348,12 +348,12 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                         if item.scope is not None:
                             only_added = item._replace(drop={}, deleted=())
                             plaintexts.append(encode_item(only_added.values()))
-                        await self._collections.rewrite(*address, plaintexts, version)
+                        await self._collections.rewrite(address, plaintexts, version)
                     else:
                         plaintexts = await _encoded(replaced.values())
                         changed = dict(zip(replaced, plaintexts, strict=True))
                         values = encode_item(item.values())
-                        await self._collections.append_at(version, *address, values, changed)
+                        await self._collections.append_at(version, address, values, changed)
                         with memory.lock:
                             if memory.version == version:
                                 memory.apply(item, adk_version)
@@ -379,7 +379,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
             memory = cache.get(address)
             if memory is not None:
                 version = memory.version
-                collection = await self._collections.get(*address, limit=0)
+                collection = await self._collections.get(address, limit=0)
                 if collection is not None and collection.version == version:
                     return memory
                 cache.drop(address)
@@ -390,11 +390,11 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     and collection.size > version.revision
                 ):
                     number = collection.size - version.revision
-                    collection = await self._collections.get(*address, limit=number)
+                    collection = await self._collections.get(address, limit=number)
                     if collection and await _applied(memory, collection):
                         _cache_memory(cache, address, memory)
                         return memory
-            collection = await self._collections.get(*address)
+            collection = await self._collections.get(address)
             if collection is None:
                 return None
             memory = UserMemory(collection.version._replace(revision=0))

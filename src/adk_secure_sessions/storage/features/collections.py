@@ -39,6 +39,7 @@ from adk_secure_sessions.storage.writes import (
 )
 
 T = TypeVar("T")
+Address = tuple[str, str, str]  # the app, the user and the name of a collection
 
 # The maximum length of a collection's name: enough for the JSON of several escaped ids.
 MAX_NAME_BYTES = 16 * 1024
@@ -113,20 +114,17 @@ class Collections:
             Collection(one.session_id, one.id_and_revision) for one in stored if one.row.revision
         ]
 
-    async def get(
-        self, app_name: str, user_id: str, name: str, *, limit: int | None = None
-    ) -> Collection | None:
+    async def get(self, address: Address, *, limit: int | None = None) -> Collection | None:
         """Return a collection and its last *limit* (or all) items; None if it is not stored.
 
         Also return None for a stored collection without items: a process may have stopped after it
         had stored the collection and before it could append an item.
         """
-        identity = await self._unit.identify(app_name, user_id, name, True)
-        collection = await self._read(identity, limit)
+        collection = await self._read(await self._unit.identify(*address, True), limit)
         return collection if collection and collection.size else None
 
     async def append(
-        self, app_name: str, user_id: str, name: str, item: bytes | Callable[[Collection], bytes]
+        self, address: Address, item: bytes | Callable[[Collection], bytes]
     ) -> SessionVersion:
         """Append an item to a collection, and return the collection's row id and new revision.
 
@@ -134,9 +132,9 @@ class Collections:
         it returns the plaintext.  It is called before each attempt, with the collection and its
         last item, if any.
         """
-        if len(encode_text(name)) > MAX_NAME_BYTES:
+        if len(encode_text(address[2])) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
-        identity = await self._unit.identify(app_name, user_id, name, True)
+        identity = await self._unit.identify(*address, True)
         await self._feature.ensure()
         while True:
             collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
@@ -144,18 +142,16 @@ class Collections:
                 if collection is None:
                     creation = CreateSession(identity, {}, {}, b"{}", time.time_ns() // 1000)
                     created = await self._unit.run(creation)
-                    collection = Collection(name, created.session.id_and_revision)
+                    collection = Collection(address[2], created.session.id_and_revision)
                 plaintext = item if isinstance(item, bytes) else item(collection)
-                return await self.append_at(collection.version, app_name, user_id, name, plaintext)
+                return await self.append_at(collection.version, address, plaintext)
             except (DuplicateSession, StaleRevision, MissingSession):
                 pass  # another task or process has just changed the collection
 
     async def append_at(
         self,
         expected: SessionVersion,
-        app_name: str,
-        user_id: str,
-        name: str,
+        address: Address,
         item: bytes,
         replaced: Mapping[int, bytes] = {},
     ) -> SessionVersion:
@@ -168,26 +164,21 @@ class Collections:
         """
         if not set(replaced) <= set(range(expected.revision)):
             raise ValueError("only items before the expected position can be replaced")
-        identity = await self._unit.identify(app_name, user_id, name, True)
+        identity = await self._unit.identify(*address, True)
         await self._feature.ensure()
         new = NewEvent(item, time.time_ns() // 1000, {}, {}, {}, replaced)
         return (await self._unit.run(AppendEvent(identity, expected, new))).id_and_revision
 
     async def rewrite(
-        self,
-        app_name: str,
-        user_id: str,
-        name: str,
-        items: Sequence[bytes],
-        expected: SessionVersion,
+        self, address: Address, items: Sequence[bytes], expected: SessionVersion
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
-        identity = await self._unit.identify(app_name, user_id, name, True)
+        identity = await self._unit.identify(*address, True)
         await self._unit.run(RewriteItems(identity, expected, items, time.time_ns() // 1000))
 
-    async def delete(self, app_name: str, user_id: str, name: str) -> bool:
+    async def delete(self, address: Address) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""
-        identity = await self._unit.identify(app_name, user_id, name, True)
+        identity = await self._unit.identify(*address, True)
         return bool(await self._unit.run(DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
