@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from _pytest.runner import runtestprotocol
 from coverage import Coverage
 from greenlet import getcurrent
 from hypothesis import HealthCheck, settings
+from sqlalchemy.engine.default import DefaultDialect
 
 from tests import servers
 from tests.galera import Galera, galera_cluster
@@ -126,6 +128,23 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
         made.save(path)
 
 
+def _kind(dialect: DefaultDialect) -> tuple[object, ...]:
+    return type(dialect), dialect.paramstyle, getattr(dialect, "server_version_info", None)
+
+
+# SQLAlchemy compiles each statement for each engine, which took a fifth of the tests' time: they
+# open thousands of engines.  So engines of one kind share what was compiled.
+_COMPILED: Any = sa.util.LRUCache(2000)
+_DIALECT: Any = DefaultDialect
+_DIALECT.__eq__ = lambda one, other: isinstance(other, _DIALECT) and _kind(one) == _kind(other)
+_DIALECT.__hash__ = lambda one: hash(_kind(one))
+
+
+@sa.event.listens_for(sa.Engine, "engine_connect")
+def _share_compiled(connection: sa.Connection) -> None:
+    connection.execution_options(compiled_cache=_COMPILED)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_tables: the test needs a database without our tables")
     # No test depends on the speed of the machine.
@@ -170,7 +189,22 @@ def pytest_collection_finish() -> None:
     """Exempt all that was imported and collected from garbage collection, which is then faster."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5000, 20, 20)
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Of a test that passes in a process of xdist, report the call alone.
+
+    The other five messages for each test took the processes and the one that they report to 10 s.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, nextitem=nextitem, log=False):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.fixture(autouse=True)
