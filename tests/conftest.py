@@ -147,6 +147,9 @@ def _share_compiled(connection: sa.Connection) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_tables: the test needs a database without our tables")
+    config.addinivalue_line(
+        "markers", "in_turn(*names): by default, each value of these parameters, but not each pair"
+    )
     # No test depends on the speed of the machine.
     without_limits = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("without time limits", without_limits)
@@ -157,6 +160,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Leave cases marked `soak` out before items are made of them, which costs each process 1 s."""
     yield
+    if turns := metafunc.definition.get_closest_marker("in_turn"):
+        numbers = [{call.indices[name] for call in metafunc._calls} for name in turns.args]
+        least = min(map(len, numbers))
+        for call in metafunc._calls:
+            of_one_turn = len({call.indices[name] % least for name in turns.args}) == 1
+            # `no_cover`: the case was chosen to run on another database, too.
+            if not of_one_turn and all(mark.name != "no_cover" for mark in call.marks):
+                call.marks.append(pytest.mark.soak.mark)
     if metafunc.config.getoption("markexpr").endswith(" and not soak"):
         calls: list[Any] = metafunc._calls
         kept = [call for call in calls if all(mark.name != "soak" for mark in call.marks)]

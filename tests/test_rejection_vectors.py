@@ -78,15 +78,11 @@ def read(path: Path, case: Json) -> None:
 
 
 @each_case(CASES)
-async def test_service_rejects_the_database_as_named(database: Path, case: Json) -> None:
-    await assert_used_as_named(case, lambda: use(database, case))
-
-
-@each_case(CASES)
-def test_reader_written_from_the_page_alone_rejects_the_database(
+async def test_reader_written_from_the_page_alone_and_service_reject_the_database_as_named(
     database: Path, case: Json
 ) -> None:
     assert_read_as_named(case, lambda: read(database, case))
+    await assert_used_as_named(case, lambda: use(database, case))
 
 
 @each_case([one for one in CASES if "not_with" in one])

@@ -20,13 +20,11 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import (
     Database,
     Operation,
-    append_delta,
     assert_rejected,
     get,
     get_last_three,
     get_no_events,
 )
-from tests.attacks.world import NOTES
 
 VERSION, BACKEND, BODY = 3, 4, 13  # offsets in a record
 NOOP = 3
@@ -54,18 +52,6 @@ async def test_record_with_any_one_byte_modified_is_rejected(db: Database, cell:
     await assert_every_byte_is_authenticated(
         db, cell, get_last_three if cell == EVENT else get_no_events
     )
-
-
-async def test_snapshot_with_any_one_byte_modified_is_rejected(
-    db: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A small snapshot, by a lower limit: ten thousand bytes prove no more and take longer."""
-    monkeypatch.setattr("adk_secure_sessions.storage.writes.OVERLAY_LIMIT", 50)
-    async with db.service() as service:
-        await append_delta(service, db.session(NOTES), {"long-7Qx": "x" * 100})
-    small = SNAPSHOT._replace(where="session_row = :notes", who=NOTES)
-    assert len(small.stored(db)) < 400
-    await assert_every_byte_is_authenticated(db, small, get_no_events)
 
 
 def offsets(db: Database, stored: bytes) -> list[int]:
@@ -108,6 +94,7 @@ async def test_wrapped_key_with_any_one_byte_modified_is_rejected(
         assert await get(service, aes_db, cell.who) == aes_db.session(cell.who)
 
 
+@pytest.mark.in_turn("cell", "offset")
 @also_on("fernet", "postgresql", cases=["8-event", "8-user's data key"])
 @pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
 @pytest.mark.parametrize("offset", [BACKEND, 8, -1])

@@ -281,6 +281,7 @@ async def test_encrypted_value_of_another_type_is_rejected(
     attempts.conclude()
 
 
+@pytest.mark.in_turn("cell", "value")
 @also_on("fernet", "mariadb", cases=["nulled-event", "emptied-event"])
 @pytest.mark.parametrize("cell", EVERY_CELL, ids=by_name)
 @pytest.mark.parametrize("value", [None, b""], ids=["nulled", "emptied"])

@@ -91,6 +91,7 @@ async def tables_named_by_verify(db: Database) -> set[str]:
 SEALED = [table for table in ALICES if table != "secure_data_keys"]
 
 
+@pytest.mark.in_turn("is_after", "table")
 @pytest.mark.parametrize("is_after", [False, True], ids=["ignored", "inserted again"])
 @pytest.mark.parametrize("table", ALICES)
 async def test_trigger_that_undoes_deletions_is_reported(

@@ -29,6 +29,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.in_turn("size", "attack")
 @ORDERS
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)

@@ -40,6 +40,7 @@ def replacing(instead: bytes) -> Edit:
     return edit
 
 
+@pytest.mark.in_turn("where", "instead")
 @pytest.mark.parametrize("instead", MALFORMED.values(), ids=MALFORMED)
 @pytest.mark.parametrize("where", ["app", "user", "session", "snapshot"])
 async def test_malformed_state_is_rejected_and_may_be_left_out_of_listings(

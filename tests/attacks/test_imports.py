@@ -148,6 +148,7 @@ MODIFIED = {
 }
 
 
+@pytest.mark.in_turn("change", "name")
 @pytest.mark.parametrize("change", MODIFIED)
 @pytest.mark.parametrize("name", [COPIED, DELETED])
 async def test_modified_row_is_rejected(

@@ -44,6 +44,7 @@ async def read_pages(
                 break
 
 
+@pytest.mark.in_turn("include_state", "attack")
 @pytest.mark.parametrize("include_state", [True, False], ids=["states", "no states"])
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_page_is_rejected_like_the_whole_listing(

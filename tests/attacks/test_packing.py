@@ -67,6 +67,7 @@ MALFORMED: dict[str, Edit] = {
 }
 
 
+@pytest.mark.in_turn("where", "edit")
 @pytest.mark.parametrize("where", TABLES)
 @pytest.mark.parametrize("edit", MALFORMED.values(), ids=MALFORMED)
 async def test_malformed_record_is_rejected_named_and_left_as_it_is(
@@ -111,15 +112,6 @@ async def test_bomb_is_rejected_and_other_sessions_are_read(
             await service.get_session(**WHO)
         assert_names(info.value, where)
         assert where == "app" or await service.get_session(**OTHER)
-
-
-@pytest.mark.parametrize("value", [2, 3, 6, 8, 0x80])
-async def test_flags_of_later_releases_are_rejected_by_name(url: str, value: int) -> None:
-    await write(url, "event", _flagged(value))
-    async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
-        with pytest.raises(DecryptionError, match=f"flags are {value:#04x}") as info:
-            await service.get_session(**WHO)
-        assert_names(info.value, "event", Reason.UNKNOWN_FLAGS)
 
 
 async def test_flags_that_an_attacker_changes_in_plaintext_records_never_give_another_content(

@@ -51,6 +51,7 @@ def forged_plaintext(cell: Cell) -> bytes:
     return forged.get(cell.name, b"")
 
 
+@pytest.mark.in_turn("cell", "as_text")
 @also_on("fernet", "mariadb", cases=["BLOB-event"])
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 @pytest.mark.parametrize("as_text", [False, True], ids=["BLOB", "TEXT"])
@@ -62,6 +63,7 @@ async def test_record_replaced_by_plaintext_json_is_rejected(
     await assert_rejected(db, cell.impact, PlaintextRefusedError, who=cell.who)
 
 
+@pytest.mark.in_turn("cell", "same_key")
 @also_on("fernet", "mariadb", cases=["our key id-event"])
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 @pytest.mark.parametrize("same_key", [True, False], ids=["our key id", "its own key id"])
@@ -173,6 +175,7 @@ async def test_database_that_we_made_is_rejected_by_no_op_alone(db: Database) ->
     assert db.dump() == before
 
 
+@pytest.mark.in_turn("generation", "backend_id")
 @also_on("mariadb", cases=["200--1"])  # servers store only integers there
 @pytest.mark.parametrize("generation", ["text", b"\xff", 0.5, -1, 2**63 - 1, None])
 @pytest.mark.parametrize("backend_id", [200, 3, "text"])

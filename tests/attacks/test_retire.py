@@ -77,6 +77,7 @@ TAKEN_AWAY = {
 }
 
 
+@pytest.mark.in_turn("how", "cell")
 @also_on("postgresql")
 @pytest.mark.parametrize("how", TAKEN_AWAY)
 @pytest.mark.parametrize("cell", [SESSION_STATE, EVENT], ids=by_name)

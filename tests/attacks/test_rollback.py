@@ -158,6 +158,7 @@ async def test_row_of_a_deleted_session_without_events_is_rejected(
             assert type(await rejection(operation, service, db, who)) is TamperedError
 
 
+@pytest.mark.in_turn("table", "events")
 @also_on("fernet", "postgresql")
 @pytest.mark.parametrize("table", ["secure_sessions", "secure_witnesses"])
 @pytest.mark.parametrize("events", [0, 4])

@@ -291,6 +291,7 @@ def replaced(done: Any) -> int:
     return getattr(done, "rotated", 0) + getattr(done, "reencrypted", 0)
 
 
+@pytest.mark.in_turn("name", "whose")
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("whose", ["nobody's", "another index master's", "the other rotation's"])
 async def test_forged_checkpoint_is_rejected(file_db: Database, name: str, whose: str) -> None:
@@ -385,6 +386,7 @@ async def test_forged_checkpoint_of_a_late_time_replaces_all_keys(
 PATIENCE = 20  # seconds
 
 
+@pytest.mark.in_turn("created_at", "name")
 @pytest.mark.parametrize("created_at", [2**63 - 1, 253_402_300_799_999_999, "x", 9.9e30, 0])
 @pytest.mark.parametrize("name", ROTATIONS)
 async def test_created_at_that_was_modified_does_not_decide_when_a_rotation_begins(

@@ -98,6 +98,7 @@ SESSION_COLUMNS = {
 }
 
 
+@pytest.mark.in_turn("column", "delta")
 @also_on("postgresql")
 @pytest.mark.parametrize("column", SESSION_COLUMNS)
 @pytest.mark.parametrize("delta", [{}, {"step": 11}], ids=["an event", "an event and state"])

@@ -344,22 +344,20 @@ async def test_call_is_repeated_if_a_container_gets_no_credentials_for_a_moment(
     assert error.retryable
 
 
-async def test_secret_that_is_not_text_is_a_matter_of_the_credentials(
-    kms: Kms, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "needle\udcff", "UnicodeEncodeError"),
+        ("AWS_SESSION_TOKEN", "needle\nneedle", "HTTPClientError"),
+    ],
+)
+async def test_credential_that_cannot_be_sent_is_named_as_one(
+    kms: Kms, variable: str, value: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "needle\udcff")
-    error = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
-    assert "could not be sent (UnicodeEncodeError); check the AWS credentials" in str(error)
-    assert not error.retryable
-
-
-async def test_session_token_with_a_line_break_is_a_matter_of_the_credentials(
-    kms: Kms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "needle\nneedle")
-    error = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
-    assert "could not be sent (HTTPClientError); check the AWS credentials" in str(error)
-    assert not error.retryable
+    monkeypatch.setenv(variable, value)
+    said = await failure(AwsKmsKey(ARN, endpoint_url=kms.address))
+    assert f"could not be sent ({error}); check the AWS credentials" in str(said)
+    assert not said.retryable
 
 
 async def test_missing_server_cannot_be_reached(kms: Kms, key: AwsKmsKey) -> None:

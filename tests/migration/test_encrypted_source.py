@@ -77,32 +77,23 @@ async def fill_with_everything(of: EncryptedSessionService) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["sqlite", "mariadb", pytest.param("postgresql", marks=pytest.mark.soak)],
-    indirect=True,
+    ("place", "backend"),
+    [
+        ("sqlite", FernetBackend(OLD)),
+        ("sqlite", plaintext_backend()),
+        ("mariadb", BACKEND),
+        pytest.param("postgresql", BACKEND, marks=pytest.mark.soak),
+    ],
+    indirect=["place"],
 )
-async def test_source_reads_what_the_service_returns(url: str) -> None:
+async def test_source_reads_what_the_service_returns(url: str, backend: EncryptionBackend) -> None:
     async with (
-        EncryptedSessionService(url, BACKEND) as of,
-        EncryptedSource(Database(url, BACKEND)) as source,
+        EncryptedSessionService(url, backend, [BACKEND]) as of,
+        EncryptedSource(Database(url, BACKEND, [backend])) as source,
     ):
         await fill_with_everything(of)
         await check_equal(source, of)
         assert await source.count(ALL) == 4
-
-
-@pytest.mark.parametrize(
-    "backend", [FernetBackend(OLD), plaintext_backend()], ids=["fernet", "noop"]
-)
-async def test_source_with_another_backend_is_read(
-    file_url: str, backend: EncryptionBackend
-) -> None:
-    async with (
-        EncryptedSessionService(file_url, backend, [BACKEND]) as of,
-        EncryptedSource(Database(file_url, BACKEND, [backend])) as source,
-    ):
-        await fill_with_everything(of)
-        await check_equal(source, of)
 
 
 async def test_wrong_key_is_reported_before_anything_is_read(file_url: str) -> None:

@@ -385,6 +385,7 @@ def once(name: str, work: Callable[[], Awaitable[object]]) -> Callable[[str], Aw
     return before
 
 
+@pytest.mark.in_turn("query", "is_deleted")
 @pytest.mark.parametrize("query", ["find", "read", "app_state", "user_state"])
 @pytest.mark.parametrize("is_deleted", [False, True])
 async def test_session_that_is_copied_during_a_read_is_read_again(
