@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import random
+import socket
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, closing
@@ -180,15 +181,10 @@ async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
 async def test_plaintext_database_that_hangs_is_an_error_without_its_password(
     encrypted: Callable[[], EncryptedSessionService],
 ) -> None:
-    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()  # until the client gives up
-        writer.close()
-
-    server = await asyncio.start_server(hang, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    url = f"postgresql+asyncpg://reader:needle@127.0.0.1:{port}/adk?ssl=disable"
-    async with PlaintextFallbackService(encrypted(), AdkTables(url), read_timeout=0.2) as service:
-        async with asyncio.timeout(20):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
+        port = server.getsockname()[1]
+        source = AdkTables(f"postgresql+asyncpg://reader:needle@127.0.0.1:{port}/adk?ssl=disable")
+        async with PlaintextFallbackService(encrypted(), source, read_timeout=0.2) as service:
             for call in (
                 service.get_session(**VISIT),
                 service.list_sessions(**ADA),
@@ -197,12 +193,10 @@ async def test_plaintext_database_that_hangs_is_an_error_without_its_password(
                 service.get_user_state(**ADA),
             ):
                 with pytest.raises(DatabaseError) as raised:
-                    await call
+                    await asyncio.wait_for(call, 20)
                 assert raised.value.retryable
                 assert f"(postgresql+asyncpg://127.0.0.1:{port}/adk)" in str(raised.value)
                 assert "needle" not in str(raised.value)
-    server.close()
-    await server.wait_closed()
 
 
 async def test_read_of_the_source_that_never_ends_is_interrupted(
