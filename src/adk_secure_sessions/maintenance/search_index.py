@@ -171,9 +171,9 @@ class _Filler:
 
     async def _fill_row(self, table: sa.Table, row: Any) -> None:
         try:
-            ids = await (self._user(row) if table is users else self._session(row))
-            if ids is not None:
-                operation = CorrectIndexed(ids, self._tags, of_user=table is users)
+            identity = await (self._user(row) if table is users else self._session(row))
+            if identity is not None:
+                operation = CorrectIndexed(identity, self._tags, of_user=table is users)
                 # Other tasks add to the counters meanwhile, so read them after the await.
                 written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
                 self.result.written += written

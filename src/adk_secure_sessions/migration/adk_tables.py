@@ -91,12 +91,15 @@ class AdkTables(Source):
         self._given = db_url, db_engine
         self._time_zone = time_zone
         self._queries: AdkQueries | None = None
+        self._executors: dict[float | None, Executor] = {}  # by the limit of their reads
         self.limit_reads(None)
 
     def limit_reads(self, seconds: float | None) -> None:
-        """Interrupt each transaction that reads for longer; call this before the first one."""
-        url, engine = self._read_only_url, self._given[1]
-        self._executor = executors_for(url, engine, None, None, {}, seconds).data
+        """From now on, interrupt each transaction that reads for longer than *seconds*."""
+        if seconds not in self._executors:
+            url, engine = self._read_only_url, self._given[1]
+            self._executors[seconds] = executors_for(url, engine, None, None, {}, seconds).data
+        self._executor = self._executors[seconds]
 
     @property
     def description(self) -> str:
@@ -186,7 +189,8 @@ class AdkTables(Source):
     async def close(self) -> None:
         if self._queries is not None and self._queries.pickles is not None:
             self._queries.pickles.close()
-        await self._executor.close()
+        for executor in self._executors.values():
+            await executor.close()
 
     async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
         """Run *work* without a snapshot.

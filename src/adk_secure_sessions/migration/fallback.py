@@ -88,7 +88,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         service: The service of the encrypted database.  Also pass this service, not the
             `PlaintextFallbackService`, to an `EncryptedArtifactService` or another service that
             uses the same database.
-        source: The plaintext source; it must not have been used yet.
+        source: The plaintext source.
         read_timeout: Seconds after which a query of the source is interrupted, and the operation
             raises `DatabaseError`; None for no limit.  Queries of *service* are not limited.
 
