@@ -358,11 +358,11 @@ class _Listing(ReadOperation):
     or have not expired, as *is_collection* and *has_expired* say.
     """
 
-    is_collection: ClassVar[bool] = False
     has_expired: ClassVar[bool] = False
 
     of_app: bool = False
     skip: bool = False
+    is_collection: bool = False
     with_snapshots: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -435,23 +435,14 @@ class _Listing(ReadOperation):
 
 
 class ListSessions(_Listing):
-    """Read all sessions of a user, or of all users of an app, without events."""
+    """Read all sessions of a user or an app without events, or the collections of a user."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
         forms = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
+        if self.is_collection:
+            forms = sql.COLLECTIONS_OF_USER
         rows = await self._read(attempt, executors, forms)
         return await self._views(attempt, executors, rows)
-
-
-class ListCollections(_Listing):
-    """Read the collections of a user, without their items."""
-
-    is_collection = True
-
-    async def attempt(self, attempt: Attempt, executors: Executors) -> list[StoredSession]:
-        rows = await self._read(attempt, executors, sql.COLLECTIONS_OF_USER)
-        views = await self._views(attempt, executors, rows)
-        return [view.session for view in views]
 
 
 class SessionPosition(NamedTuple):

@@ -12,7 +12,7 @@ from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.reads import GetSession, ListCollections
+from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     Identity,
@@ -109,7 +109,8 @@ class Collections:
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
         identity = await self._unit.identify(app_name, user_id)
-        stored = await self._unit.run(ListCollections(identity))
+        views = await self._unit.run(ListSessions(identity, is_collection=True))
+        stored = [view.session for view in views]
         return [
             Collection(one.session_id, one.id_and_revision) for one in stored if one.row.revision
         ]
