@@ -51,7 +51,9 @@ def check_page(limit: object, order: object) -> None:
 def page_options(limit: int, after: str | None, order: str, **more: Any) -> reads.PageOptions:
     """Return the checked options of a page of sessions; *more* are other fields of the result."""
     check_page(limit, order)
-    return reads.PageOptions(limit, _parse_position(after), order == "newest", **more)
+    match = _match(_POSITION, after)
+    position = match and reads.SessionPosition(int(match[1], 16), int(match[2], 16))
+    return reads.PageOptions(limit, position, order == "newest", **more)
 
 
 def period(after: float | None, before: float | None) -> range | None:
@@ -68,18 +70,10 @@ def period(after: float | None, before: float | None) -> range | None:
     return range(first, 2**63 - 1 if before is None else microseconds(before))
 
 
-def position_text(position: reads.SessionPosition | None) -> str | None:
-    return position and f"{position.user_row:x}.{position.row:x}"
-
-
-def _parse_position(after: str | None) -> reads.SessionPosition | None:
-    """Return the position in *after*, which is `SessionPage.next` of the page before, or None."""
-    match = _match(_POSITION, after)
-    return match and reads.SessionPosition(int(match[1], 16), int(match[2], 16))
-
-
-def event_position_text(position: reads.EventPosition | None) -> str | None:
-    return position and f"{position.session_row:x}.{position.seq:x}.{position.link.hex()}"
+def position_text(position: reads.SessionPosition | reads.EventPosition | None) -> str | None:
+    """Return the fields of *position* in hexadecimal, for `next` of a page."""
+    fields = (one.hex() if isinstance(one, bytes) else f"{one:x}" for one in position or ())
+    return ".".join(fields) or None
 
 
 def parse_event_position(after: str | None) -> reads.EventPosition | None:

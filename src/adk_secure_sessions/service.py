@@ -33,7 +33,6 @@ from adk_secure_sessions.listings import (
     EventPage,
     SessionPage,
     check_page,
-    event_position_text,
     page_options,
     parse_event_position,
     period,
@@ -379,7 +378,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         )
         if page is None:
             raise SessionNotFoundError("Session not found.")
-        return EventPage(page.items, event_position_text(page.next))
+        return EventPage(page.items, position_text(page.next))
 
     async def iterate_events(
         self,
