@@ -4,9 +4,10 @@ import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Hashable, Iterable
+from contextlib import suppress
 from contextvars import Context, ContextVar
 from threading import Lock
-from typing import Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 from weakref import WeakMethod, WeakSet, WeakValueDictionary
 
 S = TypeVar("S")
@@ -87,22 +88,18 @@ async def await_to_end(
     except asyncio.CancelledError:
         if not task.done():
             on_cancel()
-        await wait_ignoring_cancel(lambda: asyncio.wait([task]), task.done)
+        await wait_ignoring_cancel(task)
         raise
     finally:
         if on_success is not None and task.done() and not (task.cancelled() or task.exception()):
             on_success()
 
 
-async def wait_ignoring_cancel(
-    wait: Callable[[], Awaitable[object]], is_done: Callable[[], bool]
-) -> None:
-    """Repeat `await wait()` until *is_done* returns True; ignore cancellations of the caller."""
-    while not is_done():
-        try:
-            await wait()
-        except asyncio.CancelledError:
-            continue
+async def wait_ignoring_cancel(task: "asyncio.Future[Any]") -> None:
+    """Wait until *task* has ended; ignore cancellations of the caller."""
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
 
 
 def call_later(seconds: float, method: Callable[..., object], *args: object) -> asyncio.TimerHandle:

@@ -106,7 +106,7 @@ class BlobStore(ABC):
                 await _first_upload(uploads)
         except BaseException:
             cleanup = asyncio.ensure_future(self._discard(name, uploads))
-            await wait_ignoring_cancel(lambda: asyncio.wait([cleanup]), cleanup.done)
+            await wait_ignoring_cancel(cleanup)
             raise
 
     async def _discard(self, name: str, uploads: "set[asyncio.Task[None]]") -> None:
