@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -66,18 +66,6 @@ class ReadOperation:
 
     identity: Identity
 
-    async def _read(
-        self,
-        attempt: Attempt,
-        executors: Executors,
-        forms: QueryForms,
-        parameters: Mapping[str, object] | None = None,
-    ) -> QueryRows:
-        query = attempt.form_of(forms)
-        rows = QueryRows(await executors.data.read(query, parameters or self.identity.tags()))
-        attempt.load_keys(rows)
-        return rows
-
 
 @dataclass(eq=False, repr=False)
 class GetSession(ReadOperation, Generic[E]):
@@ -115,8 +103,8 @@ class GetSession(ReadOperation, Generic[E]):
             cached = attempt.cache.histories.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=cached is not None)
             if cached is not None:
-                parameters = {**self.identity.tags(), "first_seq": cached.revision}
-                rows = await self._read(attempt, executors, sql.SESSION_WITH_NEW_EVENTS, parameters)
+                forms, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
+                rows = await attempt.read(executors, forms, first_seq=first)
                 try:
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
@@ -127,8 +115,7 @@ class GetSession(ReadOperation, Generic[E]):
         forms = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
             forms = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
-        parameters = {**self.identity.tags(), "limit": self.limit or 0}
-        return self._read(attempt, executors, forms, parameters)
+        return attempt.read(executors, forms, limit=self.limit or 0)
 
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: History | None = None
@@ -290,8 +277,7 @@ class ListEvents(ReadOperation, Generic[E]):
             first, last = position.seq - limit, position.seq
         else:
             forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MOST_EVENTS
-        numbers = {"first": first, "last": last, "limit": limit + 1}
-        rows = await self._read(attempt, executors, forms, {**self.identity.tags(), **numbers})
+        rows = await attempt.read(executors, forms, first=first, last=last, limit=limit + 1)
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         has_snapshot = forms is sql.SESSION_WITH_LAST_EVENTS
         session = sealed_rows.open_session(attempt, rows, user, with_snapshot=has_snapshot)
@@ -441,7 +427,7 @@ class ListSessions(_Listing):
         forms = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         if self.is_collection:
             forms = sql.COLLECTIONS_OF_USER
-        rows = await self._read(attempt, executors, forms)
+        rows = await attempt.read(executors, forms)
         return await self._views(attempt, executors, rows)
 
 
@@ -500,7 +486,6 @@ class ListPage(_Listing):
         )
         updated = self._options.updated or range(0)
         return {
-            **self.identity.tags(),
             "limit": limit + 1,  # the additional row shows that a page follows
             "after_user": after.user_row,
             "after_row": after.row,
@@ -524,7 +509,7 @@ class ListPage(_Listing):
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""
         parameters = self._parameters(position, limit)
-        rows = await self._read(attempt, executors, self._forms(), parameters)
+        rows = await attempt.read(executors, self._forms(), **parameters)
         self._check(attempt, rows)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
@@ -547,7 +532,7 @@ class GetStates(ReadOperation):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
-        rows = await self._read(attempt, executors, sql.OWNERS)
+        rows = await attempt.read(executors, sql.OWNERS)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
         return app.state if app else b"{}", user.state if user else b"{}"
@@ -566,7 +551,7 @@ class UseKeys(ReadOperation, Generic[E]):
     async def attempt(self, attempt: Attempt, executors: Executors) -> E:
         is_current = attempt.key_source is not KeySource.CACHE
         if is_current:
-            rows = await self._read(attempt, executors, sql.OWNERS)
+            rows = await attempt.read(executors, sql.OWNERS)
             sealed_rows.open_app(attempt, rows)
             sealed_rows.open_user(attempt, rows)
         return await self.work(attempt.keys, is_current)
@@ -594,7 +579,7 @@ class CheckOwner(ReadOperation):
     header_counts: HeaderCounts = field(init=False)
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
-        rows = await self._read(attempt, executors, sql.OWNERS)
+        rows = await attempt.read(executors, sql.OWNERS)
         row = rows.user if self.of_user else rows.app
         owner = sealed_rows.open_owner_uncached(attempt, rows, of_user=self.of_user)
         self.header_counts = Counter()

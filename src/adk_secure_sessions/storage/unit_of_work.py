@@ -272,10 +272,19 @@ class Attempt(NamedTuple):
     def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
         return forms.with_keys if self.key_source is KeySource.QUERY else forms.without_keys
 
-    def load_keys(self, rows: QueryRows) -> None:
-        """Unwrap the data keys in *rows* if the query has read them; see `StagedKeys.load`."""
+    def rows_of(self, answer: Sequence[Row]) -> QueryRows:
+        """Return the rows in *answer*, and unwrap the data keys that the query has read."""
+        rows = QueryRows(answer)
         if self.key_source is KeySource.QUERY:
             self.keys.load(rows.data_keys, rows.master_fingerprints)
+        return rows
+
+    async def read(
+        self, executors: Executors, forms: QueryForms, **parameters: object
+    ) -> QueryRows:
+        """Read the rows of *identity*; *parameters* are those of *forms* except the tags."""
+        values = {**self.identity.tags(), **parameters}
+        return self.rows_of(await executors.data.read(self.form_of(forms), values))
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""

@@ -667,9 +667,7 @@ class EnsureOwners(Write[StagedKeys]):
     audited_as = "owners"
 
     async def attempt(self, attempt: Attempt, executors: Executors) -> StagedKeys:
-        query = attempt.form_of(sql.OWNERS)
-        rows = QueryRows(await executors.data.read(query, attempt.identity.tags()))
-        attempt.load_keys(rows)
+        rows = await attempt.read(executors, sql.OWNERS)
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         if app and user and user.app_row == app.row.id:
             keys = attempt.keys
@@ -700,9 +698,7 @@ def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Ch
 def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[QueryRows]:
     attempt.forget_sent()
     parameters = {**attempt.identity.tags(), "limit": 1}
-    rows = QueryRows((yield Read(attempt.form_of(forms), parameters)))
-    attempt.load_keys(rows)
-    return rows
+    return attempt.rows_of((yield Read(attempt.form_of(forms), parameters)))
 
 
 def read_verified(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:

@@ -124,9 +124,8 @@ class _ListExpired(ListPage):
     async def attempt(  # type: ignore[override]
         self, attempt: Attempt, executors: Executors
     ) -> list[SessionWithStates]:
-        rows = await self._read(
-            attempt, executors, self._forms(), self._parameters(None, self._options.limit)
-        )
+        parameters = self._parameters(None, self._options.limit)
+        rows = await attempt.read(executors, self._forms(), **parameters)
         return await self._views(attempt, executors, rows)
 
 

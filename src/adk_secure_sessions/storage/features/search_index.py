@@ -191,7 +191,7 @@ class CheckIndexed(ReadOperation):
         self, attempt: Attempt, executors: Executors
     ) -> tuple[int, Differences] | None:
         forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
-        rows = await self._read(attempt, executors, forms)
+        rows = await attempt.read(executors, forms)
         return _differences(attempt, rows, self.keys, of_user=self.of_user)
 
 
