@@ -307,6 +307,32 @@ def fork_while_a_thread_writes(say: Say, url: str) -> None:
     say(status)
 
 
+def close_in_a_fork_during_an_operation(say: Say, url: str) -> None:
+    """The child neither waits for the parent's task nor closes the parent's connections."""
+    service = open_service(url)
+    executor: Any = service._unit.executors.data
+
+    async def begin() -> "asyncio.Task[int]":
+        writing = asyncio.ensure_future(append_to(service, "parent", 3))
+        while not executor._tasks:
+            await asyncio.sleep(0)
+        return writing
+
+    async def close(uses: bool) -> None:
+        assert not uses or await append_to(service, "c") == 1
+        await service.close()
+
+    def child(uses: bool) -> None:
+        signal.alarm(20)  # ends the child if it waits for the parent's task
+        asyncio.run(close(uses))
+
+    with asyncio.Runner() as runner:
+        runner.run(append_to(service, "parent", 3))
+        writing = runner.run(begin())
+        assert [ended(forked(partial(child, uses))) for uses in (False, True)] == [0, 0]
+        say(runner.get_loop().run_until_complete(writing))
+
+
 def search_in_a_fork_while_a_thread_has_the_locks(say: Say, url: str) -> None:
     user: dict[str, Any] = {"app_name": APP, "user_id": USER}
     uri = f"encrypted+{url}?key=file:{url.partition('///')[2]}.key"
@@ -372,6 +398,8 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
         (fork_while_connected, 9, "postgresql"),
         pytest.param(fork_while_connected, 9, "mariadb", marks=pytest.mark.soak),
         (collect_the_service_in_a_fork, 0, "postgresql"),
+        (close_in_a_fork_during_an_operation, 6, "postgresql"),
+        pytest.param(close_in_a_fork_during_an_operation, 6, "mariadb", marks=pytest.mark.soak),
         (close_in_the_parent_while_a_fork_writes, 4, "sqlite"),
         (fork_while_a_thread_writes, 0, "sqlite"),
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),

@@ -113,6 +113,8 @@ class AsyncEngineExecutor:
         )
 
     async def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # not used in this process: all tasks and connections are those of the parent
         while tasks := [*self._tasks, *self._interrupting]:
             await asyncio.wait(tasks)
         if self._owns_engine:
@@ -323,6 +325,8 @@ class AsyncEngineExecutor:
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._calls = 0
+        for of_another_loop in self._tasks, self._begun, self._interrupted, self._interrupting:
+            of_another_loop.clear()  # `close` would wait forever for tasks of a parent process
         if self._loop is None or not keeps:
             return
         if not self._owns_engine:

@@ -111,6 +111,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self.leave()
 
     async def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # the slots are those of the parent process, too
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
         # no operation is running.
         taken = 0
