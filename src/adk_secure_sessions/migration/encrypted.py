@@ -61,9 +61,8 @@ class EncryptedSource(Source):
     memory).  If the database has an audit trail, the command that reads it stores records there.
 
     As in a service, a session or state is only returned if its rows are authentic and belong
-    together.  If the row of a session was removed together with its version witness, this class
-    does not notice the removal: run `verify` on the source, which reports the events that belong to
-    no session.
+    together.  If the row of a session was removed, this class does not notice the removal: run
+    `verify` on the source, which reports the version witness that belongs to no session.
 
     A session whose ids cannot be decrypted has the table and the row id instead of a session id,
     and its app name and user id are empty.  Such a session, and the state of an owner whose ids
