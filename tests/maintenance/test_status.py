@@ -72,6 +72,14 @@ async def test_status_counts_values_that_are_no_records(url: str, place: sa.URL)
     assert RecordCount("secure_users", None, 2, 0) in found.records
 
 
+async def test_name_in_the_meta_table_that_is_no_text_does_not_stop_status(file_url: str) -> None:
+    await fill(file_url, AES)
+    place = sa.make_url(file_url).set(drivername="sqlite")
+    run_sql(place, "INSERT INTO secure_meta VALUES (:name, 'x')", name=b"junk")
+    async with Database(file_url, AES) as db:
+        assert (await status(db)).unfinished == ()
+
+
 async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL) -> None:
     await fill(url, AES)
     async with Database(url, AES) as db:

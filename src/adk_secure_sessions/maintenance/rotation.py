@@ -241,7 +241,7 @@ def unfinished(
     stored: Mapping[str, str], master: IndexMaster | None
 ) -> Iterator[UnfinishedRotation]:
     """Yield the rotations with a checkpoint in *stored*; *master*, if given, authenticates them."""
-    for name, value in sorted(stored.items()):
+    for name, value in sorted(stored.items(), key=str):
         if str(name).startswith(meta.ROTATION):
             written = _CHECKPOINT.fullmatch(str(value))
             since = int(written["since"]) if written else _YEAR_10000
