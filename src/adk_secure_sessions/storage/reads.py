@@ -468,7 +468,7 @@ class ListPage(_Listing):
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
         super().__init__(identity, of_app=of_app, skip=options.skip)
         self._options = options
-        self.with_snapshots = options.with_state
+        self.with_snapshots: bool = options.with_state
 
     def _forms(self) -> QueryForms:
         return sql.page_of_sessions(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -208,7 +208,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries: ClassVar[Sequence[sa.Executable]] = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     expected: SessionVersion
     items: Sequence[bytes]

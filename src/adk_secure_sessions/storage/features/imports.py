@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -242,7 +242,7 @@ class ImportSession(_Import[ImportStatus]):
     """
 
     # Not the app: long imports would wait for each other.
-    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries: ClassVar[Sequence[sa.Executable]] = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     def __init__(
         self,
