@@ -19,7 +19,6 @@ from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
-from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.blob_store import BLOB_ID, Blob
@@ -103,6 +102,8 @@ async def add_version(
     *values* are the other values of the item.  Raise VersionExists if the version would not get the
     number *number*.  If the item is not stored, `purge blobs` deletes the unused blob.
     """
+    from adk_secure_sessions.formats.events import encode_item  # it imports google-adk
+
     if pieces is not None:
         blobs = store.blobs((await collections.database_id()).hex())
         values = values | {"blob": _values(await blobs.write(pieces))}
