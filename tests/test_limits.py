@@ -176,12 +176,15 @@ def made(text: str, values: list[Any], delta: dict[str, Any]) -> Event:
 # --- from writing to reading ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("states", [STATES, st.dictionaries(TEXTS, ANY, max_size=4)])
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_accepted_state_is_read_by_another_process(elsewhere: Read, examples: int) -> None:
+def test_accepted_state_is_read_by_another_process(
+    elsewhere: Read, states: st.SearchStrategy[dict[str, Any]], examples: int
+) -> None:
     accepted = 0
 
     @few(examples)
-    @given(STATES)
+    @given(states)
     def check(state: dict[str, Any]) -> None:
         nonlocal accepted
         try:
@@ -189,26 +192,12 @@ def test_accepted_state_is_read_by_another_process(elsewhere: Read, examples: in
         except ValueError:
             return
         accepted += 1
-        assert elsewhere(plaintext) == by_the_page(plaintext) == state
+        found = elsewhere(plaintext)
+        assert found == by_the_page(plaintext) == load_state(plaintext)
+        assert found == state or states is not STATES
 
     check()
-    assert accepted > examples / 4
-
-
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_accepted_state_of_any_values_is_read_by_another_process(
-    elsewhere: Read, examples: int
-) -> None:
-    @few(examples)
-    @given(st.dictionaries(TEXTS, ANY, max_size=4))
-    def check(state: dict[str, Any]) -> None:
-        try:
-            plaintext = encode_state(state)
-        except ValueError:
-            return
-        assert elsewhere(plaintext) == by_the_page(plaintext) == load_state(plaintext)
-
-    check()
+    assert accepted > examples / 4 or states is not STATES
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

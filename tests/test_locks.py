@@ -101,14 +101,17 @@ async def cancelled_while_running(
     return task
 
 
-async def test_cancelled_caller_waits_for_the_work_and_its_result_is_reported() -> None:
+@pytest.mark.parametrize("error", [None, RuntimeError("inside")])
+async def test_cancelled_caller_waits_for_the_work_whose_result_is_reported(
+    error: Exception | None,
+) -> None:
     future, reported = pending(), list[str]()
     task = await cancelled_while_running(future, reported)
     assert not task.done()
-    future.set_result("done")
+    future.set_exception(error) if error else future.set_result("done")
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    assert reported == ["done"]
+    assert reported == ([] if error else ["done"])
 
 
 async def test_cancelled_caller_waits_for_the_work_through_a_second_cancellation() -> None:
@@ -129,15 +132,6 @@ async def test_timeout_that_had_to_wait_is_a_timeout_and_cancels_nothing_after_i
         async with asyncio.timeout(0.01):
             await await_to_end(future)
     await asyncio.sleep(0)
-
-
-async def test_error_of_work_whose_caller_was_cancelled_gives_way_to_the_cancellation() -> None:
-    future, reported = pending(), list[str]()
-    task = await cancelled_while_running(future, reported)
-    future.set_exception(RuntimeError("inside"))
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 5)
-    assert reported == []
 
 
 async def test_work_that_has_not_begun_is_cancelled_with_its_caller() -> None:

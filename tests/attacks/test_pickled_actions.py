@@ -115,7 +115,6 @@ def tuples(depth: int) -> bytes:
     return b")\x94" + b"".join(b"h%c\x86\x94" % n for n in range(depth))
 
 
-MODEL = named("google.adk.events.event_actions", "EventActions") + b")\x81"
 # Integers with one hash, because Python's hash of an integer is its remainder by this number.
 EQUAL_HASHES = b"".join(number(n * (2**61 - 1)) + b"N" for n in range(1, 200))
 LIST_OF_ITSELF: list[Any] = []

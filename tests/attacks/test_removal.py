@@ -61,10 +61,11 @@ async def test_removed_row_is_detected_and_not_created_again(db: Database, cell:
     await assert_rejected(db, cell.impact, TamperedError, who=cell.who, except_for=but)
 
 
-@pytest.mark.parametrize("cell", [APP_KEY, USER_KEY], ids=lambda cell: cell.name)
-async def test_removed_data_key_is_detected_and_not_created_again(db: Database, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [APP_KEY, USER_KEY, INDEX_MASTER], ids=lambda cell: cell.name)
+async def test_removed_key_is_detected_and_not_created_again(db: Database, cell: Cell) -> None:
     remove(db, cell)
-    await assert_rejected(db, cell.impact, UnknownKeyError)
+    error = WrongKeyError if cell == INDEX_MASTER else UnknownKeyError
+    await assert_rejected(db, cell.impact, error)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +82,6 @@ async def test_row_and_witness_removed_together_are_detected(
 
 
 # --- the keyring, the meta table, whole tables ---------------------------------------------------
-
-
-async def test_removed_index_master_is_detected_and_not_created_again(db: Database) -> None:
-    remove(db, INDEX_MASTER)
-    await assert_rejected(db, DATABASE, WrongKeyError)
 
 
 async def test_removed_data_master_is_detected_and_not_created_again(db: Database) -> None:

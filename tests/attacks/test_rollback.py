@@ -57,12 +57,23 @@ async def test_older_row_is_rejected(older: OlderCopy, case: Older) -> None:
     await assert_rejected(older.database, case.impact, TamperedError, who=case.who)
 
 
-async def test_older_snapshot_under_the_current_revision_is_rejected(older: OlderCopy) -> None:
+@pytest.mark.parametrize(
+    ("table", "number", "where", "impact", "who"),
+    [
+        ("secure_bases", "revision", "session_row = :archive", SNAPSHOT, ARCHIVE),
+        ("secure_sessions", "revision", "id = :visit", SESSION, VISIT),
+        ("secure_users", "version", "id = :alice", USER, VISIT),
+    ],
+    ids=["snapshot", "session", "user"],
+)
+async def test_older_row_under_the_current_number_is_rejected(
+    older: OlderCopy, table: str, number: str, where: str, impact: Impact, who: SessionIds
+) -> None:
     db = older.database
-    current = db.value("SELECT revision FROM secure_bases WHERE session_row = :archive")
-    older.replay_row("secure_bases", "session_row = :archive")
-    db.run("UPDATE secure_bases SET revision = :now WHERE session_row = :archive", now=current)
-    await assert_rejected(db, SNAPSHOT, TamperedError, who=ARCHIVE)
+    current = db.value(f"SELECT {number} FROM {table} WHERE {where}")
+    older.replay_row(table, where)
+    db.run(f"UPDATE {table} SET {number} = :now WHERE {where}", now=current)
+    await assert_rejected(db, impact, TamperedError, who=who)
 
 
 async def test_older_session_row_and_snapshot_together_are_rejected(older: OlderCopy) -> None:
@@ -70,21 +81,6 @@ async def test_older_session_row_and_snapshot_together_are_rejected(older: Older
     older.replay_row("secure_sessions", "id = :archive")
     older.replay_row("secure_bases", "session_row = :archive")
     await assert_rejected(older.database, SNAPSHOT, TamperedError, who=ARCHIVE)
-
-
-async def test_older_session_row_under_the_current_revision_is_rejected(older: OlderCopy) -> None:
-    db = older.database
-    older.replay_row("secure_sessions", "id = :visit")
-    db.run("UPDATE secure_sessions SET revision = 4 WHERE id = :visit")
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-async def test_older_user_row_under_the_current_version_is_rejected(older: OlderCopy) -> None:
-    db = older.database
-    current = db.value("SELECT version FROM secure_users WHERE id = :alice")
-    older.replay_row("secure_users", "id = :alice")
-    db.run("UPDATE secure_users SET version = :now WHERE id = :alice", now=current)
-    await assert_rejected(db, USER, TamperedError)
 
 
 # --- a session that was deleted ------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -93,26 +92,15 @@ async def test_rows_of_a_change_are_all_inserted_or_none(filled: Executor) -> No
     assert await stored(filled) == after
 
 
-async def test_later_change_that_matches_no_row_is_a_conflict_and_stores_nothing(
-    filled: Executor,
-) -> None:
-    for position, miss in product([1, 2, 3], [update(9), delete(9)]):
-        changes = [update(1), insert(3), delete(2)]
-        changes.insert(position, miss)
-        with pytest.raises(Conflict):
-            await apply(filled, *changes)
-        assert await stored(filled) == BEFORE, changes
-
-
-async def test_row_that_is_there_already_is_a_unique_violation_and_stores_nothing(
-    filled: Executor,
-) -> None:
-    for position in range(3):
-        changes = [update(2), insert(3)]
-        changes.insert(position, insert(1))
-        with pytest.raises(UniqueViolation):
-            await apply(filled, *changes)
-        assert await stored(filled) == BEFORE, changes
+async def test_write_with_a_change_that_fails_stores_nothing(filled: Executor) -> None:
+    failing = [(change, range(1, 4), Conflict) for change in (update(9), delete(9))]
+    for change, positions, error in [*failing, (insert(1), range(4), UniqueViolation)]:
+        for position in positions:
+            changes = [update(1), insert(3), delete(2)]
+            changes.insert(position, change)
+            with pytest.raises(error):
+                await apply(filled, *changes)
+            assert await stored(filled) == BEFORE, changes
 
 
 async def test_transaction_changes_what_it_has_read(filled: Executor) -> None:

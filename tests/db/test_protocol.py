@@ -40,14 +40,13 @@ def apply_all(*changes: Change) -> Steps[bool]:
 
 
 @pytest.mark.parametrize("matched", [0, 2])
-def test_later_change_that_matches_another_number_of_rows_than_one_is_a_conflict(
-    matched: int,
-) -> None:
-    database = Database(second=matched)
-    steps = apply_all(Change(FIRST, {}), Change(SECOND, {}), Change(THIRD, {}))
-    with pytest.raises(Conflict):
-        run_steps(steps, database.fetch, database.run)
-    assert database.statements == ["first", "second"]
+def test_later_change_or_claim_that_matches_not_one_row_is_a_conflict(matched: int) -> None:
+    database = Database(second=matched, third=matched)
+    for is_cluster, later in ((False, Change(SECOND, {})), (True, ON_CLUSTER)):
+        steps = apply_all(Change(FIRST, {}), later, Change(THIRD, {}))
+        with pytest.raises(Conflict):
+            run_steps(steps, database.fetch, database.run, is_cluster=is_cluster)
+    assert database.statements == ["first", "second", "first", "third"]
 
 
 ON_CLUSTER = Change(THIRD, {}, only_on_cluster=True)
@@ -62,15 +61,6 @@ def test_change_for_clusters_is_made_only_there_and_does_not_count_as_the_first(
     steps = apply_all(ON_CLUSTER, Change(FIRST, {}))
     assert run_steps(steps, database.fetch, database.run, is_cluster=is_cluster) is applied
     assert database.statements == (["third", "first"] if is_cluster else ["first"])
-
-
-@pytest.mark.parametrize("matched", [0, 2])
-def test_claim_that_matches_another_number_of_rows_than_one_is_a_conflict(matched: int) -> None:
-    database = Database(third=matched)
-    steps = apply_all(Change(FIRST, {}), ON_CLUSTER)
-    with pytest.raises(Conflict):
-        run_steps(steps, database.fetch, database.run, is_cluster=True)
-    assert database.statements == ["first", "third"]
 
 
 # --- Executors -----------------------------------------------------------------------------------

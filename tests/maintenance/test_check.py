@@ -105,18 +105,12 @@ async def test_check_rejects_too_many_master_keys_as_a_service_does(pair: Pair) 
     assert of_service == of_check
 
 
-@pytest.mark.parametrize("mark", IN_SEPARATION)
-async def test_check_rejects_a_copy_whose_separation_was_interrupted(mark: str, pair: Pair) -> None:
-    await interrupt(pair, separate, mark)
+@pytest.mark.parametrize("mark", [*IN_SEPARATION, "moving"])
+async def test_check_rejects_what_an_interrupted_command_left(mark: str, pair: Pair) -> None:
+    moves = mark == "moving"
+    await interrupt(pair, (lambda db: move_keys(db, "db")) if moves else separate, mark)
     of_service, of_check = await errors(pair)
-    assert "run `adk-secure-sessions separate` again" in of_service
-    assert of_service == of_check
-
-
-async def test_check_rejects_keys_whose_move_was_interrupted(pair: Pair) -> None:
-    await interrupt(pair, lambda db: move_keys(db, "db"), "moving")
-    of_service, of_check = await errors(pair)
-    assert "run `adk-secure-sessions move-keys` again" in of_service
+    assert f"run `adk-secure-sessions {'move-keys' if moves else 'separate'}` again" in of_service
     assert of_service == of_check
 
 
