@@ -235,20 +235,6 @@ async def append_to(service: EncryptedSessionService, session_id: str, times: in
     return len((await found(service, session_id)).events)
 
 
-def fork_between_appends(say: Say, url: str) -> None:
-    service = open_service(url)
-
-    def append() -> int:
-        return asyncio.run(append_to(service, "s"))
-
-    def child() -> None:
-        assert append() == 2
-
-    assert append() == 1
-    assert ended(forked(child)) == 0
-    say(append())
-
-
 def fork_while_connected(say: Say, url: str) -> None:
     service = open_service(url)
 
@@ -393,14 +379,16 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
 @pytest.mark.parametrize(
     ("job", "said", "place"),
     [
-        (fork_between_appends, 3, "sqlite"),
-        *(pytest.param(fork_between_appends, 3, name, marks=pytest.mark.soak) for name in DRIVERS),
+        (close_in_the_parent_while_a_fork_writes, 4, "sqlite"),
+        *(
+            pytest.param(close_in_the_parent_while_a_fork_writes, 4, name, marks=pytest.mark.soak)
+            for name in DRIVERS
+        ),
         (fork_while_connected, 9, "postgresql"),
         pytest.param(fork_while_connected, 9, "mariadb", marks=pytest.mark.soak),
         (collect_the_service_in_a_fork, 0, "postgresql"),
         (close_in_a_fork_during_an_operation, 6, "postgresql"),
         pytest.param(close_in_a_fork_during_an_operation, 6, "mariadb", marks=pytest.mark.soak),
-        (close_in_the_parent_while_a_fork_writes, 4, "sqlite"),
         (fork_while_a_thread_writes, 0, "sqlite"),
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),
         (fork_with_database_in_memory, 0, "sqlite"),
