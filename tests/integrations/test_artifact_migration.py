@@ -325,12 +325,15 @@ async def test_content_outside_the_directory_is_not_read(
         ({"fileName": "other"}, "the name of another artifact"),
         ({"fileName": "../é.png"}, "the name of another artifact"),
         ({"createTime": "needle"}, "no readable metadata.json"),
+        ({"mimeType": None}, "not UTF-8"),
     ],
 )
-async def test_version_with_wrong_metadata_is_refused(
+async def test_version_with_wrong_metadata_or_text_is_refused(
     change: dict[str, Any], reason: str, root: Path, file_url: str, store: Path
 ) -> None:
-    (metadata,) = root.rglob("versions/1/metadata.json")
+    (file,) = root.rglob("versions/1/é.png")
+    file.write_bytes(b"needle \xff")
+    metadata = file.parent / "metadata.json"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | change))
     done = await migrate(root, file_url, store, "copy")
     (finding,) = done.findings

@@ -4,6 +4,7 @@ A version in the target has the number, the time, the metadata and the type of t
 source.  So the target itself tells what was copied, and a later run continues there.
 """
 
+import codecs
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -237,11 +238,17 @@ class _Bad(ValueError):
 
 
 async def _content(version: SourceVersion) -> AsyncIterator[bytes]:
+    """Yield the content.  The encrypted service could not read a text that is not UTF-8."""
     size = 0
+    decoder = codecs.getincrementaldecoder("utf-8")() if "text" in version.part else None
     try:
         async for piece in version.pieces():
             size += len(piece)
+            if decoder:
+                decoder.decode(piece, size == version.size)
             yield piece
+    except UnicodeDecodeError:
+        raise _Bad(f"version {version.number} is a text that is not UTF-8") from None
     except ArtifactStoreError as error:
         raise _Bad(f"version {version.number}: {error}") from None
     if size != version.size:
