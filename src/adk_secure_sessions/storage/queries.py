@@ -6,8 +6,6 @@ level: a UNION ALL of SELECTs with the same columns, of which the first is the k
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -45,9 +43,8 @@ _NUMBERS, _BLOBS = 8, 3
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
-_SEAL = _NUMBERS + _BLOBS  # the position of the version witness's `seal` in the row of a session
-# Of a session: the row id and `last_seq`; the fields of the version witness.
-_get_last_seq, _get_witness = itemgetter(1, _NUMBERS), itemgetter(1 + _NUMBERS, 1, _SEAL)
+# The positions of `last_seq`, and of the `seal` of the version witness, in the row of a session.
+_LAST_SEQ, _SEAL = _NUMBERS, _NUMBERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 # The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
@@ -103,8 +100,8 @@ MASTER_KEYS = sa.select(
 )
 
 
-# The functions that make the rows of each kind, and select their values.
-_ROW_MAKERS: list[tuple[Callable[[Any], Any], Callable[[Row], Any]]] = []
+# The type of the rows of each kind, and the function that selects their values.
+_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = []
 
 
 class RowKind:
@@ -124,8 +121,7 @@ class RowKind:
             same.append(column)
             positions.append(before + len(same))
         self.number: int = len(_ROW_MAKERS)
-        # `_make` of a named tuple takes twice as long as `tuple.__new__`.
-        _ROW_MAKERS.append((partial(tuple.__new__, row_type), itemgetter(*positions)))
+        _ROW_MAKERS.append((row_type, itemgetter(*positions)))
 
     def select(
         self, *conditions: sa.ColumnElement[bool], last_number: Any = None, last_blob: Any = None
@@ -565,17 +561,20 @@ class QueryRows:
         kinds: list[list[Any]] = [[], [], [], [], [], [], [], [], [], []]
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}
-        for number, of_kind in groupby(rows, itemgetter(0)):
-            same = list(of_kind)
-            if number == _SESSIONS.number:
-                self.last_seqs.update(map(_get_last_seq, same))
-                listed = map(_get_witness, [row for row in same if row[_SEAL] is not None])
-                kinds[_WITNESSES.number] += map(_ROW_MAKERS[_WITNESSES.number][0], listed)
-            if number == _EVENTS.number:
-                kinds[number] += same
-            else:
-                make, values = _ROW_MAKERS[number]
-                kinds[number] += map(make, map(values, same))
+        make = tuple.__new__  # `_make` of a named tuple takes twice as long
+        listed = kinds[_WITNESSES.number]
+        event, session, tag_of_session = _EVENTS.number, _SESSIONS.number, 1 + _NUMBERS
+        for row in rows:
+            number = row[0]
+            if number == event:
+                kinds[number].append(row)
+                continue
+            if number == session:
+                self.last_seqs[row[1]] = row[_LAST_SEQ]
+                if row[_SEAL] is not None:  # of a listing
+                    listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_SEAL])))
+            kind, values = _ROW_MAKERS[number]
+            kinds[number].append(make(kind, values(row)))
         self.apps: list[AppRow]
         self.users: list[UserRow]
         self.sessions: list[SessionRow]
