@@ -175,24 +175,16 @@ def test_row_names_the_new_key_in_place_of_the_one_before() -> None:
     assert staged.ids_to_store(ADA, [row.id]) == (new.id,)
 
 
-def test_row_keeps_naming_the_keys_of_other_backends() -> None:
-    keys = data_keys()
-    (ours,) = made(keys, 1)
-    theirs = of_another_backend(keys, ours)
-    staged = read(keys, [ours, theirs])
-    staged.choose_current(ADA, [theirs.id, ours.id])
-    assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
-    assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
-
-
-def test_row_keeps_naming_the_key_of_a_backend_that_is_not_listed() -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_row_keeps_naming_the_keys_of_other_backends(is_listed: bool) -> None:
     keys = data_keys()
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
     alone = KeyCache(keys.keyring, {1: keys.backends[1]}, 1, 100)
-    staged = read(alone, [ours, theirs])
+    staged = read(keys if is_listed else alone, [ours, theirs])
     staged.choose_current(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
+    assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
 
 
 def test_row_no_longer_names_keys_that_are_not_stored() -> None:
@@ -415,25 +407,17 @@ def published(key_cache: KeyCache, *rows: DataKeyRow) -> None:
     staged.publish()
 
 
-def test_transaction_goes_on_with_a_key_that_the_cache_has_removed() -> None:
+def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forgets_it() -> None:
     keys = data_keys()
     (row,) = made(keys, 1)
     published(keys, row)
-    staged = StagedKeys(keys)
-    assert current_id(staged) == row.id
+    staged, another = StagedKeys(keys), StagedKeys(keys)
+    assert current_id(staged) == current_id(another) == row.id
+    another.forget(ADA)
+    assert current_id(another) is None
     keys.by_owner.drop(ADA)
     assert current_id(staged) == row.id
     assert current_id(StagedKeys(keys)) is None
-
-
-def test_transaction_forgets_the_keys_that_it_took_from_the_cache() -> None:
-    keys = data_keys()
-    (row,) = made(keys, 1)
-    published(keys, row)
-    staged = StagedKeys(keys)
-    assert current_id(staged) == row.id
-    staged.forget(ADA)
-    assert current_id(staged) is None
 
 
 def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such() -> None:

@@ -328,36 +328,23 @@ async def test_token_that_fails_is_told_from_a_modified_key(
     assert info.value.retryable
 
 
-async def test_token_that_fails_for_a_moment_is_no_tampering(
-    key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_key_is_decrypted_once_and_again_if_the_token_fails_for_a_moment(
+    key: Pkcs11Key, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapped = await key.wrap(MASTER, CONTEXT)
-    find = Pkcs11Key._key
-    failures = [pkcs11.exceptions.DeviceMemory]
+    find, asked = Pkcs11Key._key, []
 
     class Flaky(BrokenKey):
         def decrypt(self, data: bytes, **options: Any) -> bytes:
-            if failures:
-                raise failures.pop()
+            asked.append(data)
+            if len(asked) <= failures:
+                raise pkcs11.exceptions.DeviceMemory
             return bytes(self._key.decrypt(data, **options))
 
     monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: Flaky(find(self, session)))
     assert await key.unwrap(wrapped, CONTEXT) == MASTER
-    assert failures == []
-
-
-async def test_key_is_decrypted_once(key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped = await key.wrap(MASTER, CONTEXT)
-    find, decrypted = Pkcs11Key._key, []
-
-    class Counting(BrokenKey):
-        def decrypt(self, data: bytes, **options: Any) -> bytes:
-            decrypted.append(data)
-            return bytes(self._key.decrypt(data, **options))
-
-    monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: Counting(find(self, session)))
-    assert await key.unwrap(wrapped, CONTEXT) == MASTER
-    assert len(decrypted) == 1
+    assert (len(asked) == 1) == (failures == 0)
 
 
 def test_label_or_path_that_is_not_text_is_rejected(softhsm: SoftHsm) -> None:

@@ -250,30 +250,22 @@ def metadata() -> Iterator[Metadata]:
         thread.join()
 
 
-async def test_credentials_of_an_aws_machine_are_fetched_without_a_proxy(
-    proxy: Proxy, kms: aws.Kms, metadata: Metadata, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arn = kms.new_key()
-    for name in (*aws.ACCESS, "aws_ec2_metadata_disabled"):
-        monkeypatch.delenv(name.upper())
-    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{metadata.host}/")
-    set_all(monkeypatch, ALL, proxy.address)
-    await use(AwsKmsKey(arn, endpoint_url=kms.address))
-    assert metadata.paths[-1].endswith("/role")
-    assert proxy.requests == []
-
-
-async def test_metadata_service_of_aws_is_not_asked_for_defaults(
+async def test_metadata_service_of_aws_is_asked_for_credentials_alone_and_without_a_proxy(
     proxy: Proxy, kms: aws.Kms, metadata: Metadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """botocore asks it for the region with `AWS_DEFAULTS_MODE=auto`, through the proxy."""
     arn = kms.new_key()
-    monkeypatch.setenv("AWS_DEFAULTS_MODE", "auto")
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{metadata.host}/")
     set_all(monkeypatch, ALL, proxy.address)
-    await use(AwsKmsKey(arn, endpoint_url=kms.address))
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_DEFAULTS_MODE", "auto")
+        await use(AwsKmsKey(arn, endpoint_url=kms.address))
     assert metadata.paths == []
+    for name in aws.ACCESS:
+        monkeypatch.delenv(name.upper())
+    await use(AwsKmsKey(arn, endpoint_url=kms.address))
+    assert metadata.paths[-1].endswith("/role")
     assert proxy.requests == []
 
 
