@@ -65,6 +65,15 @@ def of_another_backend(key_cache: KeyCache, *rows: DataKeyRow) -> DataKeyRow:
     return read(data_keys(key_cache.keyring, fernet=True), rows).new(ADA)
 
 
+def test_owner_gets_no_key_that_would_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = data_keys()
+    rows = made(keys, 4)
+    monkeypatch.setattr("adk_secure_sessions.keys.data_keys.MAX_KEYS", 104)
+    read(keys, rows[:3]).new(ADA)
+    with pytest.raises(ConfigurationError, match=r"has 4 data keys.*run `retire`"):
+        read(keys, rows).new(ADA)
+
+
 # --- the current data key ------------------------------------------------------------------------
 
 

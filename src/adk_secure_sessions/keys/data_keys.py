@@ -35,6 +35,11 @@ from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
 from adk_secure_sessions.keys.providers import KeyProvider
 
+# How many data keys of one owner a service reads, the oldest first: an attacker may have inserted
+# any number.  A rotation adds one.  No data key is created if there are nearly as many, because a
+# later one would not be read.
+MAX_KEYS = 1000
+_KEYS_AT_ONCE = 100  # which processes may create at the same time
 _LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 
@@ -253,7 +258,7 @@ class StagedKeys:
         and still exist.  If the owner's data keys come from the cache, all of *key_ids* are assumed
         to exist: another process may have created a key after the keys were cached.
         """
-        keys = self._of(owner_tag)
+        keys = self._keys_of(owner_tag)
         assert keys is not None
         assert keys.current is not None
         backend_id = keys.current.backend_id
@@ -273,6 +278,11 @@ class StagedKeys:
         master_id = keyring.current_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
+        if len(keys.by_id) >= MAX_KEYS - _KEYS_AT_ONCE:
+            raise ConfigurationError(
+                f"this user or app has {len(keys.by_id)} data keys, and can get no more: run "
+                "`retire`, which deletes those that no record needs"
+            )
         generation = max(self._taken.get(owner_tag, -1), keys.newest_generation) + 1
         if generation > _LAST_GENERATION:
             raise TamperedError(
@@ -311,12 +321,12 @@ class StagedKeys:
 
     def current(self, owner_tag: bytes) -> DataKey | None:
         """Return the owner's current data key, if `choose_current` has found one."""
-        keys = self._of(owner_tag)
+        keys = self._keys_of(owner_tag)
         return keys.current if keys else None
 
     def current_is_newest(self, owner_tag: bytes) -> bool:
         """Return whether the owner's current data key is known and is also the newest one."""
-        keys = self._of(owner_tag)
+        keys = self._keys_of(owner_tag)
         return bool(keys and keys.current and keys.current.generation == keys.newest_generation)
 
     def is_as_new_as(self, owner_tag: bytes, *stored: bytes) -> bool:
@@ -326,7 +336,7 @@ class StagedKeys:
         owner's data keys again: another process may have created a newer data key, or retired the
         current data key.
         """
-        keys = self._of(owner_tag)
+        keys = self._keys_of(owner_tag)
         if keys is None or keys.current is None:
             return False
         newest = keys.current.generation
@@ -397,7 +407,7 @@ class StagedKeys:
 
         Raises the error of the row of the data key, if `load` has rejected it.
         """
-        keys = self._of(owner_tag)
+        keys = self._keys_of(owner_tag)
         backend_id, key_id = records.parse_header(stored)
         if backend_id not in self._key_cache.backends:
             raise _not_listed(backend_id)
@@ -422,7 +432,7 @@ class StagedKeys:
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
         for tag, keys in self._by_owner.items():
-            self._key_cache.by_owner.put(tag, self._of(tag) or keys)
+            self._key_cache.by_owner.put(tag, self._keys_of(tag) or keys)
         for key_id, tag in self._owner_tags.items():
             self._key_cache.owner_tags.put(key_id, tag)
 
@@ -431,7 +441,7 @@ class StagedKeys:
         self._key_cache.by_owner.drop(owner_tag)
         self._cached.pop(owner_tag, None)
 
-    def _of(self, owner_tag: bytes) -> OwnerKeys | None:
+    def _keys_of(self, owner_tag: bytes) -> OwnerKeys | None:
         """Return the owner's data keys, with the current one that `choose_current` describes."""
         keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
         if keys is None and self._uses_cache:

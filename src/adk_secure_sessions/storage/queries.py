@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
-from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.keys.data_keys import MAX_KEYS, DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -47,9 +47,6 @@ EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
 _LAST_SEQ, _SEAL = _NUMBERS, _NUMBERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
-# The maximum number of data keys that a query reads for one owner.  A rotation adds one data key.
-# An attacker may have inserted any number of data keys.
-_MAX_KEYS = 1000
 
 
 class QueryForms(NamedTuple):
@@ -169,7 +166,7 @@ def _select_witnesses(*tags: sa.BindParameter[bytes]) -> sa.Select[Any]:
 def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
     keys = _DATA_KEYS.select(c.owner == owner, *conditions).order_by(c.generation)
-    return _first(_MAX_KEYS, keys, f"keys_of_{owner.key}")
+    return _first(MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
 def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:
