@@ -49,6 +49,12 @@ def test_later_change_or_claim_that_matches_not_one_row_is_a_conflict(matched: i
     assert database.statements == ["first", "second", "first", "third"]
 
 
+def test_first_change_that_matches_two_rows_is_a_conflict() -> None:
+    database = Database(first=2)
+    with pytest.raises(Conflict):
+        run_steps(apply_all(Change(FIRST, {})), database.fetch, database.run)
+
+
 ON_CLUSTER = Change(THIRD, {}, only_on_cluster=True)
 
 

@@ -5,15 +5,16 @@ example of an UPDATE and an INSERT:
 
     WITH change_0 AS (UPDATE sessions SET ... WHERE ... RETURNING 1),
          change_1 AS (INSERT INTO events (...) SELECT $5, $6
-                      WHERE EXISTS (SELECT 1 FROM change_0) RETURNING 1)
+                      WHERE (SELECT count(*) FROM change_0) = 1 RETURNING 1)
     SELECT CASE WHEN EXISTS (SELECT 1 FROM change_0)
-                THEN 1 / (SELECT count(*) FROM change_1) ELSE 0 END
+                THEN 1 / CASE WHEN (SELECT count(*) FROM change_1) = 1 THEN 1 ELSE 0 END
+                ELSE 0 END
 
-- A change runs only if the last preceding change with *must_match_row* has matched a row.
+- A change runs only if the last preceding change with *must_match_row* has matched one row.
   Therefore, the changes run in order.  If the first change matches no row, the other changes do not
   run, and the answer is 0.
-- If a later change with *must_match_row* matches no row, the changes after it do not run.  The row
-  count of the last change with *must_match_row* is then 0.  Dividing by 0 is an error, so
+- If another change with *must_match_row* does not match one row, the changes after it do not run.
+  The last change with *must_match_row* has then not matched one row.  Dividing by 0 is an error, so
   PostgreSQL rolls the whole statement back.
 """
 
@@ -63,13 +64,15 @@ def apply_sql(
         changing = _changing(executable, index in with_rows)
         statement = _with_own_parameters(changing, index, sources)
         if guard is not None:
-            statement = _only_if(_has_rows(guard), statement)
+            statement = _only_if(_has_one_row(guard), statement)
         members.append(statement.returning(_ONE).cte(f"change_{index}"))
         if must_match_row:
             guard = members[-1]
     assert guard is not None
-    count = sa.select(sa.func.count()).select_from(guard).scalar_subquery()
-    answer = sa.case((_has_rows(members[0]), _ONE // count), else_=_ZERO)
+    made = sa.case((_has_one_row(guard), _ONE), else_=_ZERO)
+    answer = sa.case(
+        (sa.exists(sa.select(_ONE).select_from(members[0])), _ONE // made), else_=_ZERO
+    )
     text, names = read_sql(sa.select(answer).add_cte(*members))
     return text, [sources[name] for name in names]
 
@@ -110,8 +113,8 @@ def _with_own_parameters(
     return visitors.cloned_traverse(statement, {}, {"bindparam": rename})
 
 
-def _has_rows(member: sa.CTE) -> sa.ColumnElement[bool]:
-    return sa.exists(sa.select(_ONE).select_from(member))
+def _has_one_row(member: sa.CTE) -> sa.ColumnElement[bool]:
+    return sa.select(sa.func.count()).select_from(member).scalar_subquery() == _ONE
 
 
 def _only_if(condition: sa.ColumnElement[bool], statement: _Statement) -> _Statement:

@@ -73,8 +73,8 @@ class Apply(NamedTuple):
 
     *must_match_row* must be True for the first change that is not *only_on_cluster*.  If this
     change matched no row, nothing was changed, and the answer is False; otherwise it is True.  If a
-    later change with *must_match_row* matched no row, `Executor.write` rolls back and raises
-    Conflict, or UniqueViolation if an inserted row already exists.
+    later change with *must_match_row* matched no row, or one matched several rows, `Executor.write`
+    rolls back and raises Conflict, or UniqueViolation if an inserted row already exists.
 
     Other processes may have written since the transaction's last Read.  The WHERE clause of a
     change must therefore compare columns with the values that the transaction relies on.
@@ -185,7 +185,7 @@ def _apply(changes: Sequence[Change], run: Callable[[Change], int], is_cluster: 
             continue
         matched = run(change)
         if change.must_match_row and matched != 1:
-            if is_first:
+            if is_first and matched == 0:
                 return False
             raise Conflict
         is_first = is_first and change.only_on_cluster
