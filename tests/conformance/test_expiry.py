@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from google.adk.sessions import BaseSessionService, Session
 from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.maintenance import Database, purge, verify
 from tests.conformance.services import KEY
 from tests.conformance.support import APP, USER, each_kind, event, find, listed, rejected_as_stale
+from tests.faults import Point, with_faults
 
 kind = each_kind(
     "encrypted-file",
@@ -81,6 +84,23 @@ async def test_append_to_an_expired_session_finds_no_session(
         await writer.append_event(session, event("text", delta={"k": 1}))
     assert not session.events
     assert session.state == {}
+
+
+async def test_append_after_a_conflict_does_not_revive_an_expired_session(
+    file_url: str, later: Later
+) -> None:
+    make = partial(EncryptedSessionService, file_url, AesGcmBackend(KEY))
+    service, faults = with_faults(make)
+    session = await create(service, expires_after=HOUR)
+
+    def expire() -> None:
+        later(2 * HOUR)
+        raise Conflict
+
+    faults.data.before(Point.APPLY, expire)
+    with pytest.raises(SessionNotFoundError):
+        await service.append_event(session, event("text"))
+    await service.close()
 
 
 async def test_append_moves_the_expiry(service: BaseSessionService, later: Later) -> None:

@@ -232,10 +232,10 @@ class OwnerChanges:
     def _ensure_key(self, owner_tag: bytes, *stored: bytes) -> None:
         """Ensure that the owner's current data key cannot be deleted by `retire` before the commit.
 
-        `retire` keeps the keys that are at least as new as one that encrypts a record, and the
-        transaction requires that the records *stored* are unchanged.  The current data key may be
-        older than their keys, because the newest belongs to another backend.  A change then locks
-        its row.  With a key database, no change can lock that row, so a new data key is created.
+        `retire` never deletes a key at least as new as one that encrypts an unchanged record.  So
+        if the current key is at least as new as the keys of *stored*, nothing is needed.  Otherwise
+        (the newest key belongs to another backend), a change locks the row of the current key.  No
+        change can lock a row in a key database: a new data key is created.
         """
         keys = self._keys
         if keys.is_as_new_as(owner_tag, *stored):
@@ -470,9 +470,11 @@ class AppendEvent(Write[StoredSession]):
                 return updated
         attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
         rows, user, session = yield from read_verified(attempt)
-        if session.has_expired and not self._sent:  # an event in `_sent` may be stored already
+        is_expected = self.expected == session.id_and_revision
+        # With another revision, an earlier attempt may have stored the event.
+        if session.has_expired and (is_expected or not self._sent):
             raise MissingSession
-        if self.expected != session.id_and_revision:
+        if not is_expected:
             return (yield from self._stored_before(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
@@ -696,7 +698,7 @@ def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Ch
 
 
 def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[QueryRows]:
-    attempt.forget_sent()
+    attempt.discard_after_commit()
     parameters = {**attempt.identity.tags(), "limit": 1}
     return attempt.rows_of((yield Read(attempt.form_of(forms), parameters)))
 
