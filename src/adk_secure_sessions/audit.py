@@ -523,7 +523,7 @@ class AccessCall(AuditedCall):
         return (await run(transaction, [entry], committed, holds_locks=holds_locks))[0]
 
     def _with_session(self, session_id: str) -> tuple[str, str, str]:
-        """Return the ids; if the service has chosen the id of a new session, with *session_id*."""
+        """Return the ids, with *session_id* if the caller gave none."""
         return (*self._ids[:2], self._ids[2] or session_id)
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:

@@ -651,7 +651,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         else:
             expected = _parse_marker(marker)
 
-        def stored(new: StoredSession) -> None:
+        def apply_to_session(new: StoredSession) -> None:
             session.last_update_time = new.row.updated_at / 1_000_000
             session._storage_update_marker = _marker(new)
             session.state.update(event.actions.state_delta or {})
@@ -662,7 +662,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             await self._index.declare_configured(session.app_name)
         identity = await self._unit.identify(session.app_name, session.user_id, session.id)
         try:
-            await self._unit.run(writes.AppendEvent(identity, expected, new, stored))
+            await self._unit.run(writes.AppendEvent(identity, expected, new, apply_to_session))
         except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
         except writes.StaleRevision:

@@ -64,8 +64,8 @@ class AsyncEngineExecutor:
         self._dialect = dialect_of(engine)
         self._is_psycopg = engine.dialect.driver == "psycopg"
         self._is_cluster: bool | None = None  # None until a server was asked
-        # With a StaticPool, all tasks share one connection.  `_turn` then returns a lock.  Without
-        # this lock, one transaction could contain the statements of several tasks.
+        # With a StaticPool, all tasks share one connection.  `_exclusive_use` then returns a lock.
+        # Without this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
         self._one_change = ThreadLock()  # of the next four fields
@@ -154,7 +154,7 @@ class AsyncEngineExecutor:
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a connection of the pool, and return its result."""
         disposals = self._disposals
-        async with self._turn(commit), self._engine.connect() as connection:
+        async with self._exclusive_use(commit), self._engine.connect() as connection:
             assert connection.sync_connection is not None
             self._mark_begun(connection.sync_connection.connection.driver_connection)
             try:
@@ -179,7 +179,7 @@ class AsyncEngineExecutor:
                 if self._mark_ended() or disposals != self._disposals:
                     await connection.invalidate()
 
-    def _turn(self, writes: bool) -> AbstractAsyncContextManager[None]:
+    def _exclusive_use(self, writes: bool) -> AbstractAsyncContextManager[None]:
         """Let only one task of an event loop write to a file, or use a single connection."""
         if self._has_one_connection or (writes and not self._dialect.is_server):
             return self._locks.hold("connection")
@@ -300,7 +300,7 @@ class AsyncEngineExecutor:
         with self._one_change.lock:
             is_first = loop is not self._loop or pid != self._pid
             if is_first:
-                self._move(pid)
+                self._leave_previous_loop(pid)
                 self._loop, self._pid = loop, pid
                 self._at_end = generator = _until_end_of_loop(WeakMethod(self._end_of_loop))
                 try:
@@ -315,7 +315,7 @@ class AsyncEngineExecutor:
         with self._one_change.lock:
             self._calls -= 1
 
-    def _move(self, pid: int) -> None:
+    def _leave_previous_loop(self, pid: int) -> None:
         """Discard the connections of the previous event loop or of the parent process."""
         keeps = self._dialect.is_server and not isinstance(self._engine.pool, NullPool)
         alive = self._loop is not None and pid == self._pid and not self._loop.is_closed()

@@ -162,13 +162,13 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._idle.pop().close()
         await super()._release_all()
 
-    async def _use(self, work: "Callable[[_Session], Awaitable[T]]") -> T:
+    async def _use(self, work: "Callable[[_StatementRunner], Awaitable[T]]") -> T:
         """Call *work* with a connection, and return its result; translate errors."""
-        async with self._turn(False):
+        async with self._exclusive_use(False):
             pooled = await self._acquire()
             driver: Any = pooled.driver_connection
             self._mark_begun(driver)
-            session = _Session(
+            session = _StatementRunner(
                 driver, pooled.info.setdefault(_PREPARED, {}), self._pooler, self._read_timeout
             )
             usable = False  # stays False if we are cancelled before the server answers
@@ -311,7 +311,7 @@ class _Pooler:
             options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
 
 
-class _Session:
+class _StatementRunner:
     """Runs the statements of one operation; *prepared* are those of the connection, by text."""
 
     __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "has_timed_out")

@@ -143,8 +143,7 @@ class Keyring(HoldsSecrets):
     # Data masters that are not used any more, because their rows have changed and the changed rows
     # were rejected or are pending.  A later row with such an id must hold the same key.
     former: Mapping[int, Aes256Gcm] = field(default_factory=dict)
-    # The number of stored rows.  Above `MAX_ROWS`, only rows that this process had accepted before
-    # were read.
+    # The number of stored rows.  Above `MAX_ROWS`, only those that this process knew were loaded.
     row_count: int = -1
     separation: Separation | None = field(default=None, init=False)
     # The listed features, and whether the table `secure_audit` exists, when the keyring was read.

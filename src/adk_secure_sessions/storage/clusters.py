@@ -2,9 +2,11 @@
 
 On a cluster such as MariaDB Galera, a row lock is known to one node only.  But two transactions
 that *write* the same row cannot both commit.  So a transaction that relies on a row also updates
-it.  A second update restores the value.  Both run before the statement that relies on the row.  On
-every other database, claims do nothing.
+it.  A second update restores the value.  A node checks this at the commit, so the order of claims
+and other statements does not matter.  On every other database, claims do nothing.
 """
+
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -18,22 +20,17 @@ from adk_secure_sessions.storage.schema import data_keys, meta, sessions, witnes
 KEYRING_CLAIMS: tuple[str, ...] = tuple(f"claim.{number:02}" for number in range(64))
 
 _MINUS_ONE: sa.ColumnElement[int] = sa.literal_column("-1", sa.Integer)
-# Two of these updates undo each other, and none has an overflow: -1 - (-1 - n) is n.
-_WITNESS = (
-    sa.update(witnesses)
-    .where(witnesses.c.tag == sa.bindparam("at_tag"))
-    .values(number=_MINUS_ONE - witnesses.c.number)
-)
-_KEY = (
-    sa.update(data_keys)
-    .where(data_keys.c.id == sa.bindparam("at_id"))
-    .values(created_at=_MINUS_ONE - data_keys.c.created_at)
-)
-_SESSION = (
-    sa.update(sessions)
-    .where(sessions.c.tag == sa.bindparam("at_tag"))
-    .values(updated_at=_MINUS_ONE - sessions.c.updated_at)
-)
+
+
+def _inverted(column: sa.Column[int], key: sa.Column[Any]) -> sa.Update:
+    """Return an update that a second one undoes; there is no overflow: -1 - (-1 - n) is n."""
+    at: sa.BindParameter[Any] = sa.bindparam(f"at_{key.name}")
+    return sa.update(column.table).where(key == at).values({column: _MINUS_ONE - column})
+
+
+_WITNESS = _inverted(witnesses.c.number, witnesses.c.tag)
+_KEY = _inverted(data_keys.c.created_at, data_keys.c.id)
+_SESSION = _inverted(sessions.c.updated_at, sessions.c.tag)
 _INSERT_NAME = sa.insert(meta)
 _DELETE_NAME = sa.delete(meta).where(meta.c.name == sa.bindparam("at_name"))
 

@@ -340,8 +340,8 @@ class _Listing(ReadOperation):
     """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
-    False, the error is raised.  The result has the rows that are or are not collections, and have
-    or have not expired, as *is_collection* and *has_expired* say.
+    False, the error is raised.  Only rows whose `is_collection` and `has_expired` equal those of
+    this object are returned.
     """
 
     has_expired: ClassVar[bool] = False

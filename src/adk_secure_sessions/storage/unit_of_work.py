@@ -67,8 +67,8 @@ _KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  It needs at most two, unless other
 # processes change the keys at the same time.
 _NEW_KEYS = 8
-# How often an operation that lacks a data master reads the keyring again after it has done so once.
-# Other processes may rotate and retire master keys during each attempt.
+# How many more times an operation that lacks a data master rereads the keyring after the first
+# time.  Other processes may rotate and retire master keys during each attempt.
 _REREADS = 3
 
 
@@ -243,7 +243,7 @@ class Attempt(NamedTuple):
 
     @property
     def unknown_key_is_final(self) -> bool:
-        """Whether UnknownKeyError ends the operation, because another attempt would raise it."""
+        """Whether another attempt would raise UnknownKeyError again."""
         return self.keys_are_complete and not (self.keys.lacks_master and self.may_reread)
 
     def call_after_commit(self, call: Callable[[], None]) -> None:
@@ -257,7 +257,7 @@ class Attempt(NamedTuple):
         """Cache *session*, which this write sends, after the commit."""
         self.call_after_commit(partial(self.cache.put_session, session, witness, is_verified=True))
 
-    def forget_sent(self) -> None:
+    def discard_after_commit(self) -> None:
         """Do not cache what this write has sent so far, because its changes matched no row."""
         if self.after_commit:
             self.after_commit.clear()
@@ -480,7 +480,7 @@ class UnitOfWork:
         # With a key database, the data keys are read before the rows.  Between the two reads,
         # another process may have created or retired a data key.  So if a key is missing the first
         # time, read both the keys and the rows again.
-        one_read_is_enough = not separate
+        keys_match_rows = not separate
         accepts_changed_keyring = False
         rereads = 0
         is_first = True
@@ -508,7 +508,7 @@ class UnitOfWork:
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries is not None and retries.locks_rows,
                 after_commit=[] if operation.writes else None,
-                keys_are_complete=needs_fresh_keys and one_read_is_enough,
+                keys_are_complete=needs_fresh_keys and keys_match_rows,
                 may_reread=rereads < _REREADS,
             )
             is_first = False
@@ -528,7 +528,7 @@ class UnitOfWork:
                         continue
                     if attempt.unknown_key_is_final:
                         raise
-                    one_read_is_enough = one_read_is_enough or needs_fresh_keys
+                    keys_match_rows = keys_match_rows or needs_fresh_keys
                     needs_fresh_keys = True
                     telemetry.count_retry("unknown_key")
                 except NeedsDataKey as need:
