@@ -130,7 +130,7 @@ _TAMPERED, _REFUSED, _WRONG = "TamperedError", "ConfigurationError", "WrongKeyEr
 
 class _Forger(rejections.Forger):
     def tag_of(self, of: _Ids) -> bytes:
-        return self.keyring.index_master.collection(*of)
+        return self.keyring.index_master.mac("collection", *of)
 
     def base_revision(self, tag: bytes, value: int) -> str:
         where = f"WHERE tag = X'{tag.hex()}'"
@@ -154,7 +154,7 @@ def _rows(forger: _Forger) -> Iterator[Json]:
             f"{when}: collection made a session", hidden, when, _LIST, made_session, _TAMPERED
         )
     yield _case("names: collection made a session", shown, "names", _LIST, made_session, "ok")
-    session = forger.base_revision(forger.keyring.index_master.session(*_LIST), -2)
+    session = forger.base_revision(forger.keyring.index_master.tag_of(*_LIST), -2)
     for when in ("get session", "names", "list"):
         yield _case(f"{when}: session made a collection", hidden, when, _LIST, session, _TAMPERED)
     for value in (0, 4, -3):

@@ -64,13 +64,13 @@ class Forger:
         return row
 
     def app(self, edit: Edit) -> str:
-        tag = self.keyring.index_master.app(CLINIC)
+        tag = self.keyring.index_master.tag_of(CLINIC)
         row = self.row("secure_apps", tag)
         context = records.context(("app", CLINIC, tag), row["id"], row["version"])
         return self._update("secure_apps", "state", f"id = {row['id']}", context, edit)
 
     def user(self, edit: Edit) -> str:
-        tag = self.keyring.index_master.user(CLINIC, ADA)
+        tag = self.keyring.index_master.tag_of(CLINIC, ADA)
         row = self.row("secure_users", tag)
         numbers = (row["id"], row["app_row"], row["version"])
         context = records.context(("user", CLINIC, tag), *numbers)
@@ -87,7 +87,7 @@ class Forger:
 
     def tag_of(self, of: Session) -> bytes:
         """Return the tag of the row of `secure_sessions` that *of* names."""
-        return self.keyring.index_master.session(*of)
+        return self.keyring.index_master.tag_of(*of)
 
     def session(self, of: Session, edit: Edit) -> str:
         app, user, _ = of
@@ -265,7 +265,7 @@ def _links(forger: Forger) -> Iterator[Json]:
 def _witnesses(forger: Forger) -> Iterator[Json]:
     note = "an authentic row of another copy of the database"
     master = forger.keyring.index_master
-    app, user = master.app(CLINIC), master.user(CLINIC, ADA)
+    app, user = master.tag_of(CLINIC), master.tag_of(CLINIC, ADA)
     link, of_user = _owner(link=OTHER_LINK), _owner(user_id=ADA, link=OTHER_LINK)
     statements = {
         "app with another link": forger.app(link),
@@ -275,7 +275,7 @@ def _witnesses(forger: Forger) -> Iterator[Json]:
         "version witness of a user without a link": forger.witness(user, _whole(b"")),
         "version witness of a user with two links": forger.witness(user, _whole(OTHER_LINK * 2)),
         "version witness of a session with a link":
-            forger.witness(master.session(*_VISIT), _whole(OTHER_LINK)),
+            forger.witness(master.tag_of(*_VISIT), _whole(OTHER_LINK)),
     }  # fmt: skip
     for name, statement in statements.items():
         yield _case(name, note, "get", _VISIT, statement, _TAMPERED)
@@ -310,8 +310,8 @@ def _packed(forger: Forger) -> Iterator[Json]:
         key = forger.data_keys[_key_of(forger, _VISIT)]
         wrapped = forger.data_key(key, edit).hex()
         without = {
-            "version witness of a user": forger.witness(master.user(CLINIC, ADA), edit),
-            "version witness of a session": forger.witness(master.session(*_VISIT), edit),
+            "version witness of a user": forger.witness(master.tag_of(CLINIC, ADA), edit),
+            "version witness of a session": forger.witness(master.tag_of(*_VISIT), edit),
             "data key": f"UPDATE secure_data_keys SET wrapped = X'{wrapped}' WHERE id = {key.id}",
         }
         for row, statement in without.items():
@@ -323,7 +323,7 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
     """Yield flags of later releases, and layouts that only a faulty writer stores."""
     master = forger.keyring.index_master
     later = "a record of a later release"
-    app, user = master.app(CLINIC), master.user(CLINIC, ADA)
+    app, user = master.tag_of(CLINIC), master.tag_of(CLINIC, ADA)
     flagged = {
         "app": (forger.app(_flags(8)), _VISIT),
         "user": (forger.user(_flags(8)), _VISIT),
@@ -333,7 +333,7 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
         "version witness of an app": (forger.witness(app, _flags(1)), _VISIT),
         "version witness of a user": (forger.witness(user, _flags(1)), _VISIT),
         "version witness of a session":
-            (forger.witness(master.session(*_VISIT), _flags(2)), _VISIT),
+            (forger.witness(master.tag_of(*_VISIT), _flags(2)), _VISIT),
     }  # fmt: skip
     for name, (statement, of) in flagged.items():
         yield _case(f"{name} with unknown flags", later, "get", of, statement, "DecryptionError",
@@ -451,7 +451,7 @@ def _columns(forger: Forger) -> Iterator[Json]:
         ]
         yield _case(f"{when}: {table[:-1]} stored twice", "the table was rebuilt without its keys",
                     when, _VISIT, rebuilt, _TAMPERED)  # fmt: skip
-    tag = forger.keyring.index_master.session(*_VISIT).hex()
+    tag = forger.keyring.index_master.tag_of(*_VISIT).hex()
     yield _case("deleted session", "its rows were inserted again, but not its version witness",
                 "list", _VISIT, f"DELETE FROM secure_witnesses WHERE tag = X'{tag}'",
                 _TAMPERED)  # fmt: skip
@@ -463,7 +463,7 @@ def _key_of(forger: Forger, of: Session) -> int:
 
 def _keys(forger: Forger) -> Iterator[Json]:
     """Yield data keys that are authentic and must not encrypt, and data keys that are not."""
-    tag = forger.keyring.index_master.user(CLINIC, ADA)
+    tag = forger.keyring.index_master.tag_of(CLINIC, ADA)
     keys = [row for row in forger.data_keys.values() if row.owner == tag]
     (aes,) = (row for row in keys if row.backend_id == 1)
     again = forger.inserted_again(aes)

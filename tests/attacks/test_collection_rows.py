@@ -118,9 +118,9 @@ async def build(directory: Path, options: dict[str, Any]) -> Victim:
         for item in ITEMS[:2]:
             await first.collections.append((APP, "ada", "one"), item)
         master = (await first.collections._unit.keyring()).index_master
-        tags = {name: master.collection(APP, "ada", name) for name in ("one", "two")}
-        tags["bobs"] = master.collection(APP, "bob", "bobs")
-        tags["session"] = master.session(APP, "ada", "session")
+        tags = {name: master.mac("collection", APP, "ada", name) for name in ("one", "two")}
+        tags["bobs"] = master.mac("collection", APP, "bob", "bobs")
+        tags["session"] = master.tag_of(APP, "ada", "session")
     older = copied(path, "older.db")
     fork = copied(path, "fork.db")
     for file, items in ((path, ITEMS), (fork, OTHER_ITEMS)):

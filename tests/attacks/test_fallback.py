@@ -54,7 +54,7 @@ class Target:
         """Delete the row of `secure_migrated` of a user or a session."""
         async with Database(self.url, BACKEND) as db:
             index_master = (await db.keyring()).index_master
-        tag = index_master.user(*ids) if len(ids) == 2 else index_master.session(*ids)
+        tag = index_master.tag_of(*ids)
         execute(self.path, "DELETE FROM secure_migrated WHERE tag = ?", [tag])
 
 
@@ -194,7 +194,7 @@ async def test_modified_row_of_a_copy_is_rejected(target: Target, change: str) -
     async with target.plain_service() as service:
         await service.delete_session(**VISIT)
     async with Database(target.url, BACKEND) as db:
-        tag = (await db.keyring()).index_master.session(APP, "ada", "visit")
+        tag = (await db.keyring()).index_master.tag_of(APP, "ada", "visit")
     if change == "tag":  # the row of another owner
         execute(target.path, "DELETE FROM secure_migrated WHERE tag = ?", [tag])
         first = "tag = (SELECT min(tag) FROM secure_migrated)"
@@ -263,7 +263,7 @@ async def test_removed_session_does_not_fall_back_to_the_source(target: Target) 
         with pytest.raises(TamperedError):  # its version witness is still there
             await service.get_session(**VISIT)
     async with Database(target.url, BACKEND) as db:
-        tag = (await db.keyring()).index_master.session(APP, "ada", "visit")
+        tag = (await db.keyring()).index_master.tag_of(APP, "ada", "visit")
     execute(target.path, "DELETE FROM secure_witnesses WHERE tag = ?", [tag])
     async with target.service() as service:
         assert await service.get_session(**VISIT) is None

@@ -83,8 +83,8 @@ async def build(path: Path) -> Victim:
         store = db.imports
         index_master = (await db.keyring()).index_master
         for name in (COPIED, DELETED, BURIED):
-            victim.tags[name] = index_master.session(APP, USER, name)
-        victim.tags["user"] = index_master.user(APP, USER)
+            victim.tags[name] = index_master.tag_of(APP, USER, name)
+        victim.tags["user"] = index_master.tag_of(APP, USER)
         await copy_session(store, COPIED)
         await copy_session(store, DELETED)
         await store.import_state((APP, USER), b'{"k":1}')

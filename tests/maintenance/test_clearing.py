@@ -72,7 +72,7 @@ def records_of(path: Path, tags: list[bytes]) -> list[bytes]:
 
 async def tags_of(db: Database, users: list[str]) -> list[bytes]:
     index_master = (await db.keyring()).index_master
-    return [index_master.user(APP, user) for user in users]
+    return [index_master.tag_of(APP, user) for user in users]
 
 
 def present(path: Path, values: list[bytes]) -> int:

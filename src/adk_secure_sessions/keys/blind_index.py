@@ -25,21 +25,9 @@ class IndexMaster(HoldsSecrets):
         """Return whether *other* has the same key; the comparison is constant-time."""
         return hmac.compare_digest(self.mac("same key?"), other.mac("same key?"))
 
-    def app(self, app_name: str) -> bytes:
-        """Return the tag of an app."""
-        return self.mac("app", app_name)
-
-    def user(self, app_name: str, user_id: str) -> bytes:
-        """Return the tag of a user of an app."""
-        return self.mac("user", app_name, user_id)
-
-    def session(self, app_name: str, user_id: str, session_id: str) -> bytes:
-        """Return the tag of a session of a user."""
-        return self.mac("session", app_name, user_id, session_id)
-
-    def collection(self, app_name: str, user_id: str, name: str) -> bytes:
-        """Return the tag of a collection of a user."""
-        return self.mac("collection", app_name, user_id, name)
+    def tag_of(self, *ids: str) -> bytes:
+        """Return the tag of an app, of a user or of a session: *ids* are one, two or three ids."""
+        return self.mac(("app", "user", "session")[len(ids) - 1], *ids)
 
     def audit_cipher(self, database_id: bytes, chain: bytes) -> Aes256Gcm:
         """Return the cipher of a chain of the audit trail; *chain* is the id of the chain.

@@ -91,13 +91,13 @@ async def lookup(
             "a session id or a collection is unique only for one user: give the user id, too"
         )
     master = (await db.keyring()).index_master
-    wanted = [("app", apps, master.app(app_name))]
+    wanted = [("app", apps, master.tag_of(app_name))]
     if user_id is not None:
-        wanted.append(("user", users, master.user(app_name, user_id)))
+        wanted.append(("user", users, master.tag_of(app_name, user_id)))
         if session_id is not None:
-            wanted.append(("session", sessions, master.session(app_name, user_id, session_id)))
+            wanted.append(("session", sessions, master.tag_of(app_name, user_id, session_id)))
         if collection is not None:
-            tag = master.collection(app_name, user_id, collection)
+            tag = master.mac("collection", app_name, user_id, collection)
             wanted.append(("collection", sessions, tag))
     locations = []
     for kind, table, tag in wanted:

@@ -18,7 +18,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
 from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of, stored_state
-from adk_secure_sessions.migration.source_walk import Finding, Findings, Stop, encode_states, tag_of
+from adk_secure_sessions.migration.source_walk import Finding, Findings, Stop, encode_states
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -193,7 +193,7 @@ class _ExportRun:
     def _record_user(self, app_name: str) -> None:
         """Add the user's tag in this app to the audit record."""
         if self.user_id is not None and app_name not in self._users:
-            self._users[app_name] = tag_of(self._index, app_name, self.user_id).hex()
+            self._users[app_name] = self._index.tag_of(app_name, self.user_id).hex()
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
@@ -208,7 +208,7 @@ class _ExportRun:
             self._report(ids, difference)
 
     def _report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        self._findings.add(tag_of(self._index, *ids) if has_ids else b"", reason, *ids)
+        self._findings.add(self._index.tag_of(*ids) if has_ids else b"", reason, *ids)
 
 
 async def _write_to_adk(run: _ExportRun, adk: AdkTarget, *, verify: bool) -> None:

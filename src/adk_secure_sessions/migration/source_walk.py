@@ -72,13 +72,6 @@ SessionPair = Pair[SessionContent]
 StatePair = Pair[bytes]
 
 
-def tag_of(index: IndexMaster, app_name: str, *ids: str) -> bytes:
-    """Return the blind index of an app, a user or a session."""
-    if not ids:
-        return index.app(app_name)
-    return index.user(app_name, *ids) if len(ids) == 1 else index.session(app_name, *ids)
-
-
 @dataclass(repr=False, eq=False)
 class Walk:
     """Yields the sessions of a source, its states, and what has changed in it during the walk.
@@ -111,7 +104,7 @@ class Walk:
 
     def tag(self, ids: Ids, *, has_ids: bool = True) -> bytes:
         """Return the blind index in the target; empty if it has no keys, or *ids* are no ids."""
-        return tag_of(self.index, *ids) if self.index and has_ids else b""
+        return self.index.tag_of(*ids) if self.index and has_ids else b""
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""

@@ -7,7 +7,7 @@ service has changed since.  The column `seal` of each row is a MAC: see docs/for
 """
 
 import hmac
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -584,13 +584,10 @@ class Imports:
             return {}
         macs, wanted = await self._macs(), list(ids)
         master, imported = macs.keyring.index_master, dict[K, Imported]()
-        tags_of: list[Callable[..., bytes]] = [master.app, master.user, master.session]
-        for number, (table, tag_of) in enumerate(
-            zip((apps, users, sessions), tags_of, strict=True), 1
-        ):
-            tags = {one: tag_of(*one) for one in wanted if len(one) == number}
+        for number, table in enumerate((apps, users, sessions), 1):
+            tags = {one: master.tag_of(*one) for one in wanted if len(one) == number}
             imported |= await self._imported(table, macs, tags)
-        of_users = {one: master.user(*one[:2]) for one in wanted if len(one) == 3}
+        of_users = {one: master.tag_of(*one[:2]) for one in wanted if len(one) == 3}
         for one, of_user in (await self._imported(users, macs, of_users)).items():
             if of_user.row.is_tombstone:
                 stored = imported[one].stored if one in imported else None

@@ -87,7 +87,7 @@ class SearchIndex:
         keyring = (await self._unit.key_cache()).keyring
         tags = frozenset(keyring.index_master.state_key(app_name, key) for key in wanted)
         if tags:
-            app_tag = keyring.index_master.app(app_name)
+            app_tag = keyring.index_master.tag_of(app_name)
             await self._unit.change(partial(index_rows.declare, keyring, app_tag, tags))
         keyring.indexed_keys.update(tags)
         return tags
