@@ -257,9 +257,9 @@ def test_survey_made_while_another_process_makes_tables_is_repeated(
 ) -> None:
     """Else it would see our marks and miss the tables that were made after it asked for names."""
     engine, another = engines
-    schema.metadata.create_all(engine, tables=[schema.meta])
+    schema.metadata.create_all(engine, tables=[schema.meta_table])
     with engine.begin() as connection:
-        connection.execute(sa.insert(schema.meta), MARK_ROWS)
+        connection.execute(sa.insert(schema.meta_table), MARK_ROWS)
 
     @sa.event.listens_for(engine, "before_cursor_execute")
     def make_tables(connection: sa.Connection, cursor: object, statement: str, *_: object) -> None:
@@ -282,7 +282,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
     def create(connection: sa.Connection, cursor: object, statement: str, *_: object) -> None:
         if "ORDER BY secure_keyring" in statement and rows:
             with another.begin() as other:
-                other.execute(sa.insert(schema.meta), rows)
+                other.execute(sa.insert(schema.meta_table), rows)
                 other.execute(sa.insert(schema.keyring), MASTER._asdict())
             rows.clear()
 
@@ -297,7 +297,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
 async def test_database_that_never_stops_changing_is_given_up(database: InMemory) -> None:
     async def toggle() -> None:
         if database.survey().missing_tables == ALL:
-            schema.metadata.create_all(database.engine, tables=[schema.meta])
+            schema.metadata.create_all(database.engine, tables=[schema.meta_table])
         else:
             database.run_sql("DROP TABLE secure_meta")
 

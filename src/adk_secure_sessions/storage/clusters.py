@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Change
-from adk_secure_sessions.storage.schema import data_keys, meta, sessions, witnesses
+from adk_secure_sessions.storage.schema import data_keys, meta_table, sessions, witnesses
 
 # The names of rows that claims insert into `secure_meta` and delete again.  A transaction that
 # stores a data key claims one of them, and one that deletes master keys claims all.  If there were
@@ -31,8 +31,8 @@ def _inverted(column: sa.Column[int], key: sa.Column[Any]) -> sa.Update:
 _WITNESS = _inverted(witnesses.c.number, witnesses.c.tag)
 _KEY = _inverted(data_keys.c.created_at, data_keys.c.id)
 _SESSION = _inverted(sessions.c.updated_at, sessions.c.tag)
-_INSERT_NAME = sa.insert(meta)
-_DELETE_NAME = sa.delete(meta).where(meta.c.name == sa.bindparam("at_name"))
+_INSERT_NAME = sa.insert(meta_table)
+_DELETE_NAME = sa.delete(meta_table).where(meta_table.c.name == sa.bindparam("at_name"))
 
 
 def claim_user(tag: bytes) -> list[Change]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.storage.schema import meta
+from adk_secure_sessions.storage.schema import meta_table as table
 
-TABLE: str = meta.name
+TABLE: str = table.name
 # The names of the rows.  Rotations add rows whose names begin with ROTATION.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
 FEATURES = "features"  # the list of features
@@ -25,13 +25,13 @@ _MAX_TEXT, _MAX_ROWS = 2000, 100
 # The rows in `_NAMES` come first, so that rows which an attacker added do not displace them.
 _ALL = (
     sa.select(
-        *(sa.func.substr(meta.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
+        *(sa.func.substr(table.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
     )
-    .order_by(sa.case((meta.c.name.in_(_NAMES), 0), else_=1))
+    .order_by(sa.case((table.c.name.in_(_NAMES), 0), else_=1))
     .limit(_MAX_ROWS)
 )
 # Query for one value, for executors; `read` runs it on a connection.
-VALUE: sa.Select[Any] = sa.select(meta.c.value).where(meta.c.name == sa.bindparam("name"))
+VALUE: sa.Select[Any] = sa.select(table.c.value).where(table.c.name == sa.bindparam("name"))
 
 
 def read_all(connection: sa.Connection, *, lock: bool = False) -> dict[str, str]:
@@ -51,9 +51,9 @@ def read(connection: sa.Connection, name: str, *, lock: bool = False) -> Any:
 
 def put(connection: sa.Connection, name: str, value: str | None) -> None:
     """Store *value* under *name*, whatever is stored there; if *value* is None, remove the row."""
-    connection.execute(sa.delete(meta).where(meta.c.name == name))
+    connection.execute(sa.delete(table).where(table.c.name == name))
     if value is not None:
-        connection.execute(sa.insert(meta).values(name=name, value=value))
+        connection.execute(sa.insert(table).values(name=name, value=value))
 
 
 def swap(connection: sa.Connection, name: str, old: str | None, new: str | None) -> bool:
@@ -75,10 +75,10 @@ def mark_plaintext(connection: sa.Connection) -> None:
 
 def remove_all(connection: sa.Connection) -> None:
     """Empty the table."""
-    connection.execute(sa.delete(meta))
+    connection.execute(sa.delete(table))
 
 
 def remove_checkpoints(connection: sa.Connection) -> None:
     """Remove the checkpoints of all rotations."""
-    checkpoints = meta.c.name.startswith(ROTATION, autoescape=True)
-    connection.execute(sa.delete(meta).where(checkpoints))
+    checkpoints = table.c.name.startswith(ROTATION, autoescape=True)
+    connection.execute(sa.delete(table).where(checkpoints))

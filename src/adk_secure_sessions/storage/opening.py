@@ -220,7 +220,7 @@ def _create_in_transaction(
         # holds no lock, the other process may have created the database after `take_survey`.
         if new := meta_rows.keys() - expected.meta_rows.keys():
             rows = [{"name": name, "value": meta_rows[name]} for name in new]
-            connection.execute(sa.insert(schema.meta), rows)
+            connection.execute(sa.insert(schema.meta_table), rows)
         if fresh:
             connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
     return True

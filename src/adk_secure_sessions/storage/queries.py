@@ -139,33 +139,33 @@ class RowKind:
 
 
 _LABELS = ("kind", *"abcdefghijk")
-_APPS = RowKind(AppRow, apps.c)
-_USERS = RowKind(UserRow, users.c)
-_WITNESSES = RowKind(WitnessRow, witnesses.c)
-_SESSIONS = RowKind(SessionRow, sessions.c)
-_SNAPSHOTS = RowKind(SnapshotRow, snapshots.c)
-_EVENTS = RowKind(EventRow, (events.c.seq, events.c.time, events.c.event))
-_DATA_KEYS = RowKind(DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
-_MASTERS = RowKind(
+_APP_KIND = RowKind(AppRow, apps.c)
+_USER_KIND = RowKind(UserRow, users.c)
+_WITNESS_KIND = RowKind(WitnessRow, witnesses.c)
+_SESSION_KIND = RowKind(SessionRow, sessions.c)
+_SNAPSHOT_KIND = RowKind(SnapshotRow, snapshots.c)
+_EVENT_KIND = RowKind(EventRow, (events.c.seq, events.c.time, events.c.event))
+_KEY_KIND = RowKind(DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
+_MASTER_KIND = RowKind(
     MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
 )
-_MIGRATED = RowKind(MigratedRow, migrated.c)
-_INDEXED = RowKind(IndexedRow, indexed.c)
+_MIGRATED_KIND = RowKind(MigratedRow, migrated.c)
+_INDEXED_KIND = RowKind(IndexedRow, indexed.c)
 # The rows and the row ids of the app, the user and the session that a read is about.
-_THE_APP = _APPS.select(apps.c.tag == _app_tag)
-_THE_USER = _USERS.select(users.c.tag == _user_tag)
+_THE_APP = _APP_KIND.select(apps.c.tag == _app_tag)
+_THE_USER = _USER_KIND.select(users.c.tag == _user_tag)
 _APP_ID: Any = sa.select(apps.c.id).where(apps.c.tag == _app_tag).scalar_subquery()
 _USER_ID: Any = sa.select(users.c.id).where(users.c.tag == _user_tag).scalar_subquery()
 _SESSION_ID: Any = sa.select(sessions.c.id).where(sessions.c.tag == _session_tag).scalar_subquery()
 
 
 def _select_witnesses(*tags: sa.BindParameter[bytes]) -> sa.Select[Any]:
-    return _WITNESSES.select(witnesses.c.tag.in_(tags))
+    return _WITNESS_KIND.select(witnesses.c.tag.in_(tags))
 
 
 def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
-    keys = _DATA_KEYS.select(c.owner == owner, *conditions).order_by(c.generation)
+    keys = _KEY_KIND.select(c.owner == owner, *conditions).order_by(c.generation)
     return _first(MAX_KEYS, keys, f"keys_of_{owner.key}")
 
 
@@ -184,7 +184,7 @@ def _first(number: int, rows: sa.Select[Any], name: str) -> sa.Select[Any]:
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
-_MASTER_ROWS = _first(MAX_ROWS + 1, _MASTERS.select(), "masters")
+_MASTER_ROWS = _first(MAX_ROWS + 1, _MASTER_KIND.select(), "masters")
 _KEYS = (_keys_of(_app_tag), _keys_of(_user_tag), _MASTER_ROWS)
 _APP_AND_USER = (_THE_APP, _THE_USER, _select_witnesses(_app_tag, _user_tag))
 
@@ -194,7 +194,7 @@ def _select_sessions(
 ) -> sa.Select[Any]:
     highest = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
     last_seq = sa.func.coalesce(highest.scalar_subquery(), sa.literal_column("-1"))
-    query = _SESSIONS.select(*conditions, last_number=last_seq, last_blob=seal)
+    query = _SESSION_KIND.select(*conditions, last_number=last_seq, last_blob=seal)
     return query.select_from(source)
 
 
@@ -233,7 +233,7 @@ def _forms(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> 
 
 
 def _session_forms(*history: sa.Select[Any]) -> QueryForms:
-    state = _SNAPSHOTS.select(snapshots.c.session_row == _SESSION_ID)
+    state = _SNAPSHOT_KIND.select(snapshots.c.session_row == _SESSION_ID)
     return _forms(*_SESSION_AND_OWNERS, state, *history)
 
 
@@ -246,7 +246,7 @@ def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
     return _forms(
         *_APP_AND_USER,
         _select_listed(mine),
-        _SNAPSHOTS.select(snapshots.c.session_row == sessions.c.id, mine),
+        _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, mine),
     )
 
 
@@ -260,13 +260,13 @@ def _listing_of_app() -> QueryForms:
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     members = [
         _THE_APP,
-        _USERS.select(of_app),
+        _USER_KIND.select(of_app),
         _select_witnesses(_app_tag),
-        _WITNESSES.select(users.c.tag == witnesses.c.tag, of_app),
+        _WITNESS_KIND.select(users.c.tag == witnesses.c.tag, of_app),
         _select_listed(of_app, source=theirs),
-        _SNAPSHOTS.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
+        _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
     ]
-    their_keys = _DATA_KEYS.select(data_keys.c.owner == users.c.tag, of_app)
+    their_keys = _KEY_KIND.select(data_keys.c.owner == users.c.tag, of_app)
     return _forms(*members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
@@ -325,20 +325,22 @@ def page_of_sessions(
     page = first_rows(rows, _limit).cte("page")
     members = [_select_listed(source=page.join(sessions, sessions.c.id == page.c.id))]
     if found_by in ("session", "user"):
-        members.append(_INDEXED.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag))
+        members.append(
+            _INDEXED_KIND.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag)
+        )
     if with_snapshots:
-        members.append(_SNAPSHOTS.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
+        members.append(_SNAPSHOT_KIND.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
     if not of_app:
         return _forms(*_APP_AND_USER, *members)
     owners = users.c.id.in_(sa.select(page.c.user_row))
     of_owners = sa.select(users.c.tag).where(owners)
     members += [
         _THE_APP,
-        _USERS.select(owners),
+        _USER_KIND.select(owners),
         _select_witnesses(_app_tag),
-        _WITNESSES.select(witnesses.c.tag.in_(of_owners)),
+        _WITNESS_KIND.select(witnesses.c.tag.in_(of_owners)),
     ]
-    their_keys = _DATA_KEYS.select(data_keys.c.owner.in_(of_owners))
+    their_keys = _KEY_KIND.select(data_keys.c.owner.in_(of_owners))
     return _forms(*members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
@@ -347,20 +349,20 @@ def _last_events() -> sa.Select[Any]:
     # A server would raise an error for the difference of the smallest number and the limit.
     revision = sa.select(c.revision).where(c.tag == _session_tag, c.revision >= _ZERO)
     first = revision.scalar_subquery() - _limit
-    return _EVENTS.select(events.c.session_row == _SESSION_ID, events.c.seq >= first)
+    return _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= first)
 
 
-SESSION_WITH_ALL_EVENTS = _session_forms(_EVENTS.select(events.c.session_row == _SESSION_ID))
+SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT_KIND.select(events.c.session_row == _SESSION_ID))
 SESSION_WITH_LAST_EVENTS = _session_forms(_last_events())
 # The parameter `first_seq` is the `seq` of the first event to read.
 SESSION_WITH_NEW_EVENTS = _session_forms(
-    _EVENTS.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
+    _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
 )
 SESSION_WITHOUT_EVENTS = _session_forms()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
 SESSION_WITH_EVENTS_BETWEEN = _forms(
     *_SESSION_AND_OWNERS,
-    _EVENTS.select(
+    _EVENT_KIND.select(
         events.c.session_row == _SESSION_ID,
         events.c.seq.between(sa.bindparam("first", type_=sa.BigInteger), sa.bindparam("last")),
     ),
@@ -371,16 +373,18 @@ SESSIONS_OF_APP = _listing_of_app()
 OWNERS = _forms(*_APP_AND_USER)
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
 # a row says whether a session or a state was imported before.
-IMPORTED_SESSION = _session_forms(_MIGRATED.select(migrated.c.tag.in_([_user_tag, _session_tag])))
+IMPORTED_SESSION = _session_forms(
+    _MIGRATED_KIND.select(migrated.c.tag.in_([_user_tag, _session_tag]))
+)
 IMPORTED_OWNERS = _forms(
-    *_APP_AND_USER, _MIGRATED.select(migrated.c.tag.in_([_app_tag, _user_tag]))
+    *_APP_AND_USER, _MIGRATED_KIND.select(migrated.c.tag.in_([_app_tag, _user_tag]))
 )
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
-INDEXED_SESSION = _session_forms(_INDEXED.select(indexed.c.row_id == _SESSION_ID))
+INDEXED_SESSION = _session_forms(_INDEXED_KIND.select(indexed.c.row_id == _SESSION_ID))
 INDEXED_USER = _forms(
-    *_APP_AND_USER, _INDEXED.select(indexed.c.row_id == index_row_of_user(_USER_ID))
+    *_APP_AND_USER, _INDEXED_KIND.select(indexed.c.row_id == index_row_of_user(_USER_ID))
 )
-EVENT_AT = _EVENTS.select(
+EVENT_AT = _EVENT_KIND.select(
     events.c.session_row == sa.bindparam("session_row"), events.c.seq == sa.bindparam("seq")
 )
 
@@ -388,7 +392,7 @@ EVENT_AT = _EVENTS.select(
 @functools.cache
 def events_at(number: int) -> sa.Select[Any]:
     """Return the query for *number* events of `session_row`, whose `seq` `numbered` returns."""
-    return _EVENTS.select(
+    return _EVENT_KIND.select(
         events.c.session_row == sa.bindparam("session_row"), is_one_of(events.c.seq, number)
     )
 
@@ -559,8 +563,8 @@ class QueryRows:
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
-        listed = kinds[_WITNESSES.number]
-        event, session, tag_of_session = _EVENTS.number, _SESSIONS.number, 1 + _NUMBERS
+        listed = kinds[_WITNESS_KIND.number]
+        event, session, tag_of_session = _EVENT_KIND.number, _SESSION_KIND.number, 1 + _NUMBERS
         for row in rows:
             number = row[0]
             if number == event:
@@ -638,7 +642,7 @@ def keys_of_owners(number: int) -> sa.CompoundSelect[Any]:
     `MasterFingerprint` of each row of the keyring, for a key database and for commands.
     """
     if number > _FEW:
-        return sa.union_all(_DATA_KEYS.select(is_one_of(data_keys.c.owner, number)), _MASTER_ROWS)
+        return sa.union_all(_KEY_KIND.select(is_one_of(data_keys.c.owner, number)), _MASTER_ROWS)
     first, second = (sa.bindparam(f"v{n}", type_=sa.LargeBinary) for n in range(_FEW))
     return sa.union_all(_keys_of(first), _keys_of(second, second != first), _MASTER_ROWS)
 

@@ -58,7 +58,7 @@ def _key_column(name: str) -> sa.Column[int]:
     return sa.Column(name, _KEY, primary_key=True, autoincrement=False)
 
 
-meta: sa.Table = sa.Table(
+meta_table: sa.Table = sa.Table(
     "secure_meta",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
@@ -210,7 +210,7 @@ def _use_transactions(table: sa.Table, connection: sa.Connection, **_: object) -
 
 # `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
 TABLES = tuple(metadata.tables.values())
-KEY_TABLES = (meta, keyring, data_keys)
+KEY_TABLES = (meta_table, keyring, data_keys)
 DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
 
 FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database

@@ -204,7 +204,7 @@ def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
     masters: list[MasterKeyRow] = []
     number = 0
     used = False
-    if schema.meta in tables and schema.meta.name not in alien:
+    if schema.meta_table in tables and schema.meta_table.name not in alien:
         values = meta.read_all(connection)
     if not alien and keyring in tables:
         # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
@@ -217,7 +217,9 @@ def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
             if known:
                 rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
                 masters = [MasterKeyRow(*row) for row in rows]
-    if not alien and (others := [table for table in tables if table not in (schema.meta, keyring)]):
+    if not alien and (
+        others := [table for table in tables if table not in (schema.meta_table, keyring)]
+    ):
         any_row = (sa.select(table).exists() for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     return Survey(

@@ -385,14 +385,14 @@ class CreateSession(Write[SessionWithStates]):
 
 
 class NewSession(NamedTuple):
-    """A new session, its version witness, and *rest*, the changes that insert its other rows.
+    """A new session, its version witness, and the changes that insert its other rows.
 
-    *rest* contains neither the row of the session nor events.
+    *other_inserts* contains neither the row of the session nor events.
     """
 
     session: StoredSession
     witness: WitnessRow
-    rest: Changes
+    other_inserts: Changes
 
     @classmethod
     def sealed(cls, attempt: Attempt, session: StoredSession) -> "NewSession":
@@ -419,7 +419,7 @@ class NewSession(NamedTuple):
     def inserts(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
         witness = Change(sql.INSERT_WITNESS, parameters(self.witness))
-        return [*claim_user(attempt.identity.user_tag), witness, *self.rest]
+        return [*claim_user(attempt.identity.user_tag), witness, *self.other_inserts]
 
 
 class CachedOwners(NamedTuple):

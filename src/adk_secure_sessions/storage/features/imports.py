@@ -343,7 +343,7 @@ class ImportSession(_Import[ImportStatus]):
         owners.ensure_user(user, user.app_row, {}, old.row)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
         changes = replacement(attempt, owners, old, new.session, new.witness)
-        changes += [*new.rest, _update(row, new_row)]
+        changes += [*new.other_inserts, _update(row, new_row)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 
