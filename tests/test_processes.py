@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from adk_secure_sessions import (
     EncryptedMemoryService,
     EncryptedSessionService,
 )
+from adk_secure_sessions.db import sqlite
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.memory_index import UserMemory
 from tests.maintenance.support import query
@@ -273,24 +275,29 @@ def close_in_the_parent_while_a_fork_writes(say: Say, url: str) -> None:
 
 
 def fork_while_a_thread_writes(say: Say, url: str) -> None:
+    """The child can use the file if the fork had to wait for a short time only."""
     service = open_service(url)
     asyncio.run(service.prepare_tables())
-    begun = threading.Event()
+    for timeout, rejects in ((5.0, False), (0.1, True)):
+        sqlite._FORK_TIMEOUT = timeout
+        begun = threading.Event()
 
-    def write(_: sa.Connection) -> None:
-        begun.set()
-        time.sleep(0.5)
+        def write(_: sa.Connection, begun: threading.Event = begun) -> None:
+            begun.set()
+            time.sleep(0.5)
 
-    def child() -> None:
-        signal.alarm(20)  # ends the child if it waits for a lock of the parent
-        assert asyncio.run(append_to(service, "s")) == 1
+        def child(rejects: bool = rejects) -> None:
+            signal.alarm(20)  # ends the child if it waits for a lock of the parent
+            for one in service, open_service(url):
+                with pytest.raises(ConfigurationError, match="fork") if rejects else nullcontext():
+                    assert asyncio.run(append_to(one, "s")) > 0
 
-    with ThreadPoolExecutor() as threads:
-        writing = threads.submit(lambda: asyncio.run(service._unit.change(write)))
-        begun.wait()
-        status = ended(forked(child))
-        writing.result()
-    say(status)
+        with ThreadPoolExecutor() as threads:
+            writing = threads.submit(lambda: asyncio.run(service._unit.change(write)))
+            begun.wait()
+            assert ended(forked(child)) == 0
+            writing.result()
+    say(asyncio.run(append_to(service, "s")))
 
 
 def close_in_a_fork_during_an_operation(say: Say, url: str) -> None:
@@ -389,7 +396,7 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
         (collect_the_service_in_a_fork, 0, "postgresql"),
         (close_in_a_fork_during_an_operation, 6, "postgresql"),
         pytest.param(close_in_a_fork_during_an_operation, 6, "mariadb", marks=pytest.mark.soak),
-        (fork_while_a_thread_writes, 0, "sqlite"),
+        (fork_while_a_thread_writes, 3, "sqlite"),
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),
         (fork_with_database_in_memory, 0, "sqlite"),
     ],

@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from operator import attrgetter
@@ -35,7 +36,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
-from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
 from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
@@ -58,6 +58,7 @@ _BATCH = 64  # maximum number of jobs in one commit
 # `_stop` waits this number of seconds for the threads to end.  If reads are still running then, it
 # interrupts them, and waits for the same time again.
 _EXIT_TIMEOUT = 5.0
+_FORK_TIMEOUT = 1.0  # seconds that a fork waits for running calls: see `_before_fork`
 # SQLite calls `WorkerThread._must_stop` each time it has executed this number of
 # instructions, which takes one or two milliseconds.  Reading a session with 1000 events takes fewer
 # instructions, so the calls do not slow down usual reads.
@@ -91,12 +92,19 @@ def _prepare_file(
     """
     file.check()  # now, so that a file that was deleted is not created again
     name = str(args[0])
-    if options.get("uri") and name.startswith("file:"):
-        parts = urlsplit(name)
+    parts = urlsplit(name) if options.get("uri") and name.startswith("file:") else None
+    path = Path(unquote(parts.path) if parts else name)
+    with suppress(OSError):
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in _inherited:
+            raise ConfigurationError(
+                "a call was using this SQLite file when the process was forked, so SQLite cannot "
+                "lock it here: close the service before the fork, or start the process with spawn"
+            )
+    if parts:
         if not parse_qs(parts.query).keys() & {"mode", "immutable", "vfs"}:
-            _create(unquote(parts.path))
+            _create(str(path))
         return
-    path = Path(name)
     if not path.exists():
         _create(name)
     elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
@@ -187,6 +195,7 @@ class SqliteExecutor:
 
     def _forget_threads(self) -> None:
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
@@ -215,7 +224,7 @@ class SqliteExecutor:
     async def close(self) -> None:
         if os.getpid() != self._pid:
             self._forget_parent()
-        with _lock.lock:
+        with self._lock:
             threads = self._take_threads()
         if threads:
             await asyncio.to_thread(_stop, threads)
@@ -238,7 +247,7 @@ class SqliteExecutor:
                 )
             self._forget_parent()
         job = Job(work, on_engine=on_engine, reads=reads)
-        with _lock.lock:  # otherwise, `close` could end the thread before the job is queued
+        with self._lock:  # otherwise, `close` could end the thread before the job is queued
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             # If several threads are idle, `min` returns the first one.  So the first thread is used
@@ -276,27 +285,38 @@ class SqliteExecutor:
 
 
 _of_files: "weakref.WeakKeyDictionary[SqliteExecutor, None]" = weakref.WeakKeyDictionary()
-_lock = ThreadLock()  # held to give a job to a thread, to take the threads, and during a fork
+_running: "set[WorkerThread]" = set()  # those that have not closed their connection yet
+# The device and the inode of each file to which the parent process had a connection in the fork.
+_inherited: set[tuple[int, int]] = set()
 
 
 def _before_fork() -> None:
-    """Close the connections to files.
+    """Close the connections to files, after the running calls.
 
     SQLite in the child would believe that it has the parent's locks.  The parent could then delete
-    the write-ahead log into which the child writes, or the child could wait for a lock forever.
+    the write-ahead log into which the child writes, or the child could wait for a lock forever.  If
+    a call takes longer than `_FORK_TIMEOUT`, the child cannot use its file.
     """
-    _lock.lock.acquire()
-    for reference in _of_files.keyrefs():  # listing all is atomic
-        if (executor := reference()) is not None and executor._pid == os.getpid():
-            threads = executor._take_threads()
-            _stop(threads)
-            for one in threads:
-                one.thread.join()
-            executor._engine.dispose()
+    deadline = time.monotonic() + _FORK_TIMEOUT
+    executors = [one for reference in _of_files.keyrefs() if (one := reference()) is not None]
+    executors = [one for one in executors if one._pid == os.getpid()]
+    for executor in executors:
+        with executor._lock:
+            for thread in executor._take_threads():
+                thread.queue.put(None)
+    for thread in list(_running):
+        thread.thread.join(max(deadline - time.monotonic(), 0))
+    for executor in executors:
+        executor._engine.dispose()
+
+
+def _after_fork_in_child() -> None:
+    _inherited.update(thread.file.known[1:] for thread in _running if thread.file.known)
+    _running.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=lambda: _lock.lock.release())
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 class FileIdentity:
@@ -309,11 +329,11 @@ class FileIdentity:
     def __init__(self) -> None:
         self._checked = 0.0  # when `check_often` has called `check`, in monotonic seconds
         # The path, the device and the inode; None if there is no file, or no connection yet.
-        self._known: tuple[bytes, int, int] | None = None
+        self.known: tuple[bytes, int, int] | None = None
 
     def connected(self, driver: sqlite3.Connection, _record: object) -> None:
         """Remember the file of the first connection."""
-        if self._known is not None:
+        if self.known is not None:
             return
         text_factory, driver.text_factory = driver.text_factory, bytes
         path: bytes = driver.execute("PRAGMA database_list").fetchone()[2]
@@ -322,7 +342,7 @@ class FileIdentity:
             status = os.stat(path)
         except OSError:
             return  # it is in memory, or a VFS gives it a name that is no path
-        self._known = path, status.st_dev, status.st_ino
+        self.known = path, status.st_dev, status.st_ino
 
     def check_often(self) -> None:
         """Call `check`, for a read: at most ten times a second, since a read loses nothing."""
@@ -332,9 +352,9 @@ class FileIdentity:
 
     def check(self) -> None:
         """Raise DatabaseError if the file is not the one that the first connection has opened."""
-        if self._known is None:
+        if self.known is None:
             return
-        path, device, inode = self._known
+        path, device, inode = self.known
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -351,7 +371,7 @@ class FileIdentity:
 
     def forget(self) -> None:
         """Accept any file at the next connection, which is then the first one."""
-        self._known = None
+        self.known = None
 
 
 # --- Jobs and threads ----------------------------------------------------------------------------
@@ -445,7 +465,7 @@ class WorkerThread:
         self, engine: sa.Engine, file: FileIdentity, read_timeout: float | None, *, writes: bool
     ) -> None:
         self._engine = engine
-        self._file = file
+        self.file: FileIdentity = file
         self._read_timeout = read_timeout
         self._write_timeout = write_timeout(read_timeout)
         self._writes = writes
@@ -466,6 +486,7 @@ class WorkerThread:
             name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
             daemon=True,
         )
+        _running.add(self)
         self.thread.start()
 
     @property
@@ -504,7 +525,7 @@ class WorkerThread:
                     if self._writes:
                         self._run_batch(driver, batch)
                     else:
-                        self._file.check_often()
+                        self.file.check_often()
                         self._run(batch[0], driver)
             except BaseException as error:
                 for job in batch:
@@ -516,6 +537,7 @@ class WorkerThread:
             batch = []
         if driver is not None:
             driver.close()
+        _running.discard(self)
 
     def _run(self, job: Job, connection: Any) -> None:
         self._job = job
@@ -550,7 +572,7 @@ class WorkerThread:
                         driver.execute("ROLLBACK TO one")
                     driver.execute("RELEASE one")
             commit = len(batch) > 1 or batch[0].error is None
-            self._file.check()  # now, not before the jobs: what is acknowledged is in the file
+            self.file.check()  # now, not before the jobs: what is acknowledged is in the file
             driver.execute("COMMIT" if commit else "ROLLBACK")
         except BaseException as error:
             if driver.in_transaction:
@@ -563,7 +585,7 @@ class WorkerThread:
 
     def _run_on_engine(self, job: Job) -> None:
         with self._engine.connect() as connection:
-            self._file.check()  # the pool may have opened the connection long ago
+            self.file.check()  # the pool may have opened the connection long ago
             driver: Any = connection.connection.driver_connection
             driver.set_progress_handler(self._must_stop, _INSTRUCTIONS)
             if not job.reads:
@@ -571,7 +593,7 @@ class WorkerThread:
             with SQLITE.decoding(connection, any_text):
                 self._run(job, connection)
             if not job.reads and job.error is None:
-                self._file.check()
+                self.file.check()
                 connection.commit()
 
     def _connect(self) -> sqlite3.Connection:
