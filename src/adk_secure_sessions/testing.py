@@ -64,7 +64,11 @@ async def check_key_provider(
     await _check_at_once(make())
     await _check_cancelled(provider, key)
     # The services of one process may run in several event loops, one after another.
-    again = await asyncio.to_thread(lambda: asyncio.run(provider.unwrap(wrapped, _CONTEXT)))
+
+    async def unwrap() -> bytes:
+        return await provider.unwrap(wrapped, _CONTEXT)
+
+    again = await asyncio.to_thread(asyncio.run, unwrap())
     _rule(again == key, "must work in another event loop")
     _rule(await provider.unwrap(wrapped, _CONTEXT) == key, "must work in its first loop again")
     _check_hidden(provider, hidden)

@@ -172,12 +172,12 @@ class FileArtifacts(ArtifactSource):
 
     def _walk(self) -> Iterator[SourceArtifact]:
         root = self._root / "apps"
-        for name, below, _ in os.walk(root, onerror=_raise):
+        for name, below, files in os.walk(root, onerror=_raise):
             directory = Path(name)
-            if any((directory / one).is_symlink() for one in ("", *below)):  # may lead anywhere
+            # A link may lead anywhere.
+            if any((directory / one).is_symlink() for one in ("", *below, *files)):
                 raise ConfigurationError(
-                    "the source contains a symbolic link: replace the link by the directory that "
-                    "it names"
+                    "the source contains a symbolic link: replace the link by what it names"
                 )
             if found := _VERSIONS.fullmatch(directory.relative_to(root).as_posix()):
                 yield _artifact(found, directory, below)
@@ -189,7 +189,8 @@ class FileArtifacts(ArtifactSource):
 
 
 def _raise(error: OSError) -> None:
-    raise error
+    if not isinstance(error, FileNotFoundError):  # a service may delete directories meanwhile
+        raise error
 
 
 def _artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> SourceArtifact:

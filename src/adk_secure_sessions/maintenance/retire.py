@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, TamperedError
-from adk_secure_sessions.formats.records import build_header
+from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, number_of, split_at_current
@@ -147,8 +147,8 @@ async def retire(
             await meter.advance()
     meter.finish()
     known = (await db.reread_keyring()).rows
-    are_authentic = await _can_unwrap_all(db)
-    work = partial(_retire_masters, dry_run, known, are_authentic)
+    wrapped = await _count_wrapped(db)
+    work = partial(_retire_masters, dry_run, known, wrapped)
     masters = await db.unit.change_keys(work, commit=not dry_run)
     kept.extend(masters.kept)
     ids = tuple(row.id for row in masters.unused)
@@ -355,24 +355,27 @@ def _count_headers(
 # --- data masters --------------------------------------------------------------------------------
 
 
-async def _can_unwrap_all(db: Database) -> bool:
+async def _count_wrapped(db: Database) -> Counter[int] | None:
+    """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     masters = await db.keyring()
+    counts: Counter[int] = Counter()
     async for rows in all_data_keys(db):
         if not all(can_unwrap(row, masters) for row in rows):
-            return False
-    return True
+            return None
+        counts.update(parse_header(row.wrapped)[1] for row in rows)
+    return counts
 
 
 def _retire_masters(
     dry_run: bool,
     known: Mapping[int, MasterKeyRow],
-    are_authentic: bool,
+    wrapped: Counter[int] | None,
     connection: sa.Connection,
 ) -> _Replaced[MasterKeyRow]:
     """Delete the replaced data masters that wrap no data key.
 
-    Keep all data masters if the keyring has rows that are not *known*, or if a data key could not
-    be unwrapped: *are_authentic* is then False, and the header of that key may have been modified.
+    Keep all data masters if the keyring has rows that are not *known*, or if *wrapped* is None.
+    Somebody may have modified headers since *wrapped* was counted: the larger number decides.
     """
     dialect_of(connection).see_what_is_committed(connection)
     if not dry_run:
@@ -384,7 +387,7 @@ def _retire_masters(
     # Another run of `retire` may have deleted some.
     rows = [row for row in known.values() if row.purpose == DATA and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
-    if not are_authentic or not stored <= set(known.values()):
+    if wrapped is None or not stored <= set(known.values()):
         return _Replaced([KeptKey(keyring.name, row.id, ()) for row in older], [])
     header = header_of(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
@@ -393,7 +396,8 @@ def _retire_masters(
     unknown = sum(number for header, number in counts.items() if header not in expected)
     kept, unused = [], []
     for row in older:
-        number = counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) + unknown
+        now = counts.get(build_header(WRAP_BACKEND_ID, row.id), 0)
+        number = max(now, wrapped[row.id]) + unknown
         if number:
             kept.append(KeptKey(keyring.name, row.id, ((data_keys.name, number),)))
         else:

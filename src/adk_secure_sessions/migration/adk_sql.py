@@ -497,6 +497,7 @@ def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
         if {"app_name", "user_id", "session_id", "timestamp"} <= columns.keys():
+            reads_all = reads_all and not kinds
             states = not_plaintext(connection) if reads_all else _first_and_last_states(connection)
             is_1x = any(map(is_envelope, states))
             kinds.add(Kind.PACKAGE_1X if is_1x else _kind_of_adk(connection, tables, columns))

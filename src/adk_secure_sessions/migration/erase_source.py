@@ -126,8 +126,8 @@ async def erase_source(
         comparison.withdrawn = await imports.withdraw_migration()
         if attempts:
             raise DatabaseError(
-                "the connection was lost while the source was deleted, and somebody has written to "
-                "it since, so its rows may have been deleted or not: look at the source, and end "
+                "an attempt to delete the source was interrupted, and somebody has written to it "
+                "since, so its rows may have been deleted or not: look at the source, and end "
                 "every process that writes to it"
             )
         return SourceErasure(comparison, changed=True)

@@ -106,6 +106,7 @@ class ServiceSource(Source):
                     batch = list(self._contents)
                 if batch:
                     yield batch
+        self._contents = {}
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
         known = self._contents
