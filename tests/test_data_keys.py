@@ -41,6 +41,11 @@ CONTEXT = b"context"
 LAST = 2**62
 
 
+@pytest.fixture
+def keys() -> KeyCache:
+    return data_keys()
+
+
 def made(key_cache: KeyCache, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
     """Data keys of the owner, of the generations 0, 1, ..."""
     staged = StagedKeys(key_cache)
@@ -55,6 +60,15 @@ def read(
     return staged
 
 
+def read_and_chosen(
+    key_cache: KeyCache, rows: Collection[DataKeyRow], named: Collection[int]
+) -> StagedKeys:
+    """The keys of *rows*, where the row of `ADA` has the ids *named*."""
+    staged = read(key_cache, rows)
+    staged.choose_current(ADA, named)
+    return staged
+
+
 def current_id(staged: StagedKeys, owner_tag: bytes = ADA) -> int | None:
     current = staged.current(owner_tag)
     return current.id if current else None
@@ -65,8 +79,9 @@ def of_another_backend(key_cache: KeyCache, *rows: DataKeyRow) -> DataKeyRow:
     return read(data_keys(key_cache.keyring, fernet=True), rows).new(ADA)
 
 
-def test_owner_gets_no_key_that_would_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = data_keys()
+def test_owner_gets_no_key_that_would_not_be_read(
+    keys: KeyCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = made(keys, 4)
     monkeypatch.setattr("adk_secure_sessions.keys.data_keys.MAX_KEYS", 104)
     read(keys, rows[:3]).new(ADA)
@@ -77,8 +92,7 @@ def test_owner_gets_no_key_that_would_not_be_read(monkeypatch: pytest.MonkeyPatc
 # --- the current data key ------------------------------------------------------------------------
 
 
-def test_key_encrypts_nothing_until_the_owners_row_was_read() -> None:
-    keys = data_keys()
+def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [row])
     assert current_id(staged) is None
@@ -89,56 +103,43 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read() -> None:
 
 
 @pytest.mark.parametrize("named", [0, 1, 2])
-def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(named: int) -> None:
+def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(
+    keys: KeyCache, named: int
+) -> None:
     """For example an erased key that was inserted again."""
-    keys = data_keys()
     rows = made(keys, 3)
     for order in (rows, rows[::-1]):
-        staged = read(keys, order)
-        staged.choose_current(ADA, [rows[named].id])
+        staged = read_and_chosen(keys, order, [rows[named].id])
         assert current_id(staged) == rows[named].id
         assert staged.current_is_newest(ADA) == (named == 2)
 
 
-def test_of_several_keys_that_the_row_names_the_newest_encrypts() -> None:
-    keys = data_keys()
+def test_of_several_keys_that_the_row_names_the_newest_encrypts(keys: KeyCache) -> None:
     rows = made(keys, 3)
-    staged = read(keys, rows)
-    staged.choose_current(ADA, [rows[1].id, rows[0].id])
+    staged = read_and_chosen(keys, rows, [rows[1].id, rows[0].id])
     assert current_id(staged) == rows[1].id
 
 
-@pytest.mark.parametrize("named", [[], [5]], ids=["none", "one without a row"])
-def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(named: list[int]) -> None:
-    keys = data_keys()
-    staged = read(keys, made(keys, 2))
-    staged.choose_current(ADA, named)
-    assert current_id(staged) is None
-
-
-def test_key_of_another_owner_is_not_taken_though_the_row_names_it() -> None:
-    keys = data_keys()
+def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(keys: KeyCache) -> None:
+    """Not even one without a row, or of another owner."""
     (bobs,) = made(keys, 1, BOB)
-    staged = read(keys, [*made(keys, 1), bobs])
-    staged.choose_current(ADA, [bobs.id])
-    assert current_id(staged) is None
+    rows = [*made(keys, 2), bobs]
+    for named in ([], [5], [bobs.id]):
+        staged = read_and_chosen(keys, rows, named)
+        assert current_id(staged) is None
 
 
-def test_key_of_another_backend_is_not_taken_though_the_row_names_it() -> None:
-    keys = data_keys()
+def test_key_of_another_backend_is_not_taken_though_the_row_names_it(keys: KeyCache) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
-    staged = read(keys, [ours, theirs])
-    staged.choose_current(ADA, [theirs.id, ours.id])
+    staged = read_and_chosen(keys, [ours, theirs], [theirs.id, ours.id])
     assert current_id(staged) == ours.id
     assert not staged.current_is_newest(ADA)
 
 
-def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
-    keys = data_keys()
+def test_cached_key_that_the_row_no_longer_names_encrypts_nothing(keys: KeyCache) -> None:
     rows = made(keys, 2)
-    first = read(keys, rows)
-    first.choose_current(ADA, [rows[1].id])
+    first = read_and_chosen(keys, rows, [rows[1].id])
     first.publish()
     later = StagedKeys(keys)
     assert current_id(later) == rows[1].id
@@ -149,8 +150,7 @@ def test_cached_key_that_the_row_no_longer_names_encrypts_nothing() -> None:
 def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     keys = data_keys(keyring(MASTER))
     (row,) = made(keys, 1)
-    first = read(keys, [row])
-    first.choose_current(ADA, (row.id,))
+    first = read_and_chosen(keys, [row], (row.id,))
     first.publish()
     later = StagedKeys(keys)
     later.choose_current(ADA, (row.id,))
@@ -160,9 +160,8 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     assert current_id(later) is None
 
 
-def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
+def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: KeyCache) -> None:
     """With a key database the key is stored first, the row that names it afterwards."""
-    keys = data_keys()
     rows = made(keys, 3)
     staged = read(keys, rows, created=[rows[1].id])
     staged.choose_current(ADA, [])
@@ -174,19 +173,16 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none() -> None:
 # --- the ids in the owner's row ------------------------------------------------------------------
 
 
-def test_row_names_the_new_key_in_place_of_the_one_before() -> None:
-    keys = data_keys()
+def test_row_names_the_new_key_in_place_of_the_one_before(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
-    staged = read(keys, [row])
-    staged.choose_current(ADA, [row.id])
+    staged = read_and_chosen(keys, [row], [row.id])
     new = staged.new(ADA)
     assert current_id(staged) == new.id
     assert staged.ids_to_store(ADA, [row.id]) == (new.id,)
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_row_keeps_naming_the_keys_of_other_backends(is_listed: bool) -> None:
-    keys = data_keys()
+def test_row_keeps_naming_the_keys_of_other_backends(keys: KeyCache, is_listed: bool) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
     alone = KeyCache(keys.keyring, {1: keys.backends[1]}, 1, 100)
@@ -196,20 +192,10 @@ def test_row_keeps_naming_the_keys_of_other_backends(is_listed: bool) -> None:
     assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
 
 
-def test_row_no_longer_names_keys_that_are_not_stored() -> None:
-    keys = data_keys()
-    (ours,) = made(keys, 1)
-    staged = read(keys, [ours])
-    staged.choose_current(ADA, [5, ours.id])
-    assert staged.ids_to_store(ADA, [5, ours.id, 6]) == (ours.id,)
-
-
-def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones() -> None:
+def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones(keys: KeyCache) -> None:
     """Another process has made it for another backend, and this process has not read it yet."""
-    keys = data_keys()
     (ours,) = made(keys, 1)
-    first = read(keys, [ours])
-    first.choose_current(ADA, [ours.id])
+    first = read_and_chosen(keys, [ours], [ours.id])
     first.publish()
     theirs = of_another_backend(keys, ours)
     later = StagedKeys(keys)
@@ -225,8 +211,7 @@ def junk(row: DataKeyRow, generation: int = 7) -> DataKeyRow:
     return row._replace(id=99, generation=generation)
 
 
-def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names() -> None:
-    keys = data_keys()
+def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [row, junk(row)._replace(id=98), junk(row)])
     for key_id in (98, 99):
@@ -234,43 +219,34 @@ def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names() -> None:
             staged.open(ADA, CONTEXT, build_header(1, key_id) + bytes(40))
 
 
-def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id() -> None:
-    keys = data_keys()
+def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id(
+    keys: KeyCache,
+) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [row._replace(id=99)])
     with pytest.raises(TamperedError, match="secure_data_keys row 99"):
         staged.open(ADA, CONTEXT, build_header(1, row.id) + bytes(40))
 
 
-def test_junk_key_is_not_taken_though_the_row_names_it() -> None:
-    keys = data_keys()
+def test_row_no_longer_names_junk_keys_and_keys_that_are_not_stored(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
-    staged = read(keys, [row, junk(row)])
-    staged.choose_current(ADA, [99, row.id])
-    assert current_id(staged) == row.id
-    assert staged.ids_to_store(ADA, [99, row.id]) == (row.id,)
+    for stored in ([row], [row, junk(row)]):
+        staged = read_and_chosen(keys, stored, [99, row.id])
+        assert current_id(staged) == row.id
+        assert staged.ids_to_store(ADA, [99, row.id, 6]) == (row.id,)
 
 
 @pytest.mark.parametrize("taken", [0, 7, LAST - 1])
-def test_new_key_has_a_generation_that_no_junk_key_has_taken(taken: int) -> None:
-    keys = data_keys()
+def test_new_key_has_a_generation_that_no_junk_key_has_taken(keys: KeyCache, taken: int) -> None:
     (row,) = made(keys, 1)
     for order in ([row, junk(row, taken)], [junk(row, taken), row]):
-        staged = read(keys, order)
-        staged.choose_current(ADA, [row.id])
+        staged = read_and_chosen(keys, order, [row.id])
         new = staged.new(ADA)
         assert new.generation == taken + 1
-        assert current_id(read_and_adopted(keys, row, new)) == new.id
+        assert current_id(read_and_chosen(keys, [row, new], [row.id, new.id])) == new.id
 
 
-def read_and_adopted(key_cache: KeyCache, *rows: DataKeyRow) -> StagedKeys:
-    staged = read(key_cache, rows)
-    staged.choose_current(ADA, [row.id for row in rows])
-    return staged
-
-
-def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key() -> None:
-    keys = data_keys()
+def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key(keys: KeyCache) -> None:
     (bobs,) = made(keys, 1, BOB)
     staged = read(keys, [junk(bobs)._replace(owner=ADA)])
     assert not staged.has_keys(ADA)
@@ -278,20 +254,19 @@ def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key() -> None:
 
 
 @pytest.mark.parametrize("generation", ["text", None, 1.5, b"7"])
-def test_junk_key_whose_generation_is_no_integer_takes_none(generation: object) -> None:
+def test_junk_key_whose_generation_is_no_integer_takes_none(
+    keys: KeyCache, generation: object
+) -> None:
     """SQLite stores any type in any column."""
-    keys = data_keys()
     (row,) = made(keys, 1)
     staged = read(keys, [row, row._replace(id=99, generation=generation)])  # type: ignore[arg-type]
     staged.choose_current(ADA, [row.id])
     assert staged.new(ADA).generation == 1
 
 
-def test_no_key_is_made_after_the_last_generation() -> None:
-    keys = data_keys()
+def test_no_key_is_made_after_the_last_generation(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
-    staged = read(keys, [row, junk(row, LAST)])
-    staged.choose_current(ADA, [row.id])
+    staged = read_and_chosen(keys, [row, junk(row, LAST)], [row.id])
     with pytest.raises(TamperedError, match="highest possible generation") as rejected:
         staged.new(ADA)
     assert (rejected.value.table, rejected.value.reason) == ("secure_data_keys", Reason.MALFORMED)
@@ -367,9 +342,8 @@ def test_time_of_a_new_key_is_in_microseconds_and_not_before_the_given_time() ->
     assert staged.new(ADA, not_before=5).created_at >= began
 
 
-def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored() -> None:
+def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored(keys: KeyCache) -> None:
     """Another process would not read it."""
-    keys = data_keys()
     (row,) = made(keys, 1)
     overhead = len(wrap_data_key(row, keys.keyring, MASTER, b"").wrapped)
     longest = bytes(65_536 - overhead)
@@ -379,8 +353,7 @@ def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored() -> None:
         wrap_data_key(row, keys.keyring, MASTER, longest + b"x")
 
 
-def test_data_key_that_is_wrapped_by_another_backend_is_malformed() -> None:
-    keys = data_keys()
+def test_data_key_that_is_wrapped_by_another_backend_is_malformed(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
     changed = row._replace(
         wrapped=build_header(2, MASTER) + row.wrapped[len(build_header(2, MASTER)) :]
@@ -390,8 +363,7 @@ def test_data_key_that_is_wrapped_by_another_backend_is_malformed() -> None:
     assert rejected.value.reason == Reason.MALFORMED
 
 
-def test_data_key_that_its_backend_rejects_is_malformed() -> None:
-    keys = data_keys()
+def test_data_key_that_its_backend_rejects_is_malformed(keys: KeyCache) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [wrap_data_key(row, keys.keyring, MASTER, b"short")])
     with pytest.raises(TamperedError, match="its backend rejects the data key") as rejected:
@@ -416,8 +388,9 @@ def published(key_cache: KeyCache, *rows: DataKeyRow) -> None:
     staged.publish()
 
 
-def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forgets_it() -> None:
-    keys = data_keys()
+def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forgets_it(
+    keys: KeyCache,
+) -> None:
     (row,) = made(keys, 1)
     published(keys, row)
     staged, another = StagedKeys(keys), StagedKeys(keys)
@@ -429,8 +402,9 @@ def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forg
     assert current_id(StagedKeys(keys)) is None
 
 
-def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such() -> None:
-    keys = data_keys()
+def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such(
+    keys: KeyCache,
+) -> None:
     writer = StagedKeys(keys)
     rows = [writer.new(ADA), writer.new(BOB)]
     stored = writer.seal(ADA, CONTEXT, b"plaintext")
@@ -487,8 +461,9 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     assert 0 < decryption[2] <= times[2] - times[1]
 
 
-def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measured() -> None:
-    keys = data_keys()
+def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measured(
+    keys: KeyCache,
+) -> None:
     row = of_another_backend(keys)
     staged = read(keys, [row])
     key = staged.key_of(ADA, build_header(row.backend_id, row.id))
