@@ -257,14 +257,10 @@ def test_bomb_beyond_the_limit_of_the_format_is_rejected() -> None:
 # --- arguments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["gzip", "zstd", "ZLIB", True, 6, ["zlib"], b"zlib", ""])
-def test_unknown_compression_is_rejected(value: Any) -> None:
+@pytest.mark.parametrize("value", ["gzip", b"zlib", "ZLIB", "pad", True, 6, ["zlib"], ["padme"], ""])
+def test_unknown_compression_or_padding_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigurationError, match='compression must be "zlib" or None'):
         Packing(value)
-
-
-@pytest.mark.parametrize("value", ["pad", True, 16, ["padme"], ""])
-def test_unknown_padding_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigurationError, match='padding must be "padme" or None'):
         Packing(None, value)
 

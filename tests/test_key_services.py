@@ -117,19 +117,15 @@ async def test_each_call_is_measured_with_its_class_and_operation(
     assert measured == [("Failing", "wrap"), ("Failing", "wrap"), ("Failing", "unwrap")]
 
 
-@pytest.mark.parametrize("attempts", [1, 2, 3])
-async def test_attempts_are_bounded(attempts: int) -> None:
-    key = Failing(9, attempts=attempts)
-    with pytest.raises(KeyServiceError, match="root key 'failing': it fails; check the test"):
-        await key.wrap(b"key", b"")
-    assert key.asked == attempts
-
-
-async def test_call_that_fails_for_good_is_not_repeated() -> None:
-    key = Failing(9, retryable=False)
-    with pytest.raises(KeyServiceError):
-        await key.unwrap(b"?key", b"")
-    assert key.asked == 1
+@pytest.mark.parametrize(("attempts", "retryable"), [(1, True), (2, True), (3, True), (3, False)])
+async def test_attempts_are_bounded_and_a_call_that_fails_for_good_is_not_repeated(
+    attempts: int, retryable: bool
+) -> None:
+    for call, value in (("wrap", b"key"), ("unwrap", b"?key")):
+        key = Failing(9, attempts=attempts, retryable=retryable)
+        with pytest.raises(KeyServiceError, match="root key 'failing': it fails; check the test"):
+            await getattr(key, call)(value, b"")
+        assert key.asked == (attempts if retryable else 1)
 
 
 @pytest.mark.parametrize(

@@ -145,39 +145,39 @@ async def test_exchange_of_any_two_items_is_rejected(
     await every_call_is_rejected(file_url)
 
 
+async def forget_another_in_a_copy(
+    directory: Path, url: str, forgotten: str, other: str
+) -> list[tuple[Any, ...]]:
+    """Delete *forgotten* from the database and *other* from a copy; return the copy's rows."""
+    copy = directory / "copy"
+    copy.mkdir()
+    shutil.copy(directory / "sessions.db", copy / "sessions.db")
+    for one, event_id in ((url, forgotten), (f"sqlite+aiosqlite:///{copy}/sessions.db", other)):
+        async with EncryptedSessionService(one, BACKEND) as sessions:
+            await forget(ours(sessions), event_id)
+    return query(stored_in(copy), ROWS)
+
+
 async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path: Path) -> None:
     """The tombstone and all else of a copy in which another entry was deleted."""
-    place, copy = stored_in(tmp_path), tmp_path / "copy"
-    copy.mkdir()
     events = [text_event(f"cat {n}") for n in range(2)]
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), events[0])
         await add(ours(sessions), *events)
-    shutil.copy(tmp_path / "sessions.db", copy / "sessions.db")
-    for url, event in (
-        (file_url, events[0]),
-        (f"sqlite+aiosqlite:///{copy}/sessions.db", events[1]),
-    ):
-        async with EncryptedSessionService(url, BACKEND) as sessions:
-            await forget(ours(sessions), event.id)
-    put(place, query(stored_in(copy), ROWS)[-1])
+    rows = await forget_another_in_a_copy(tmp_path, file_url, events[0].id, events[1].id)
+    put(stored_in(tmp_path), rows[-1])
     await every_call_is_rejected(file_url)
 
 
 async def test_replaced_item_of_another_copy_is_rejected(file_url: str, tmp_path: Path) -> None:
     """Both copies have deleted an entry of the same item, with the same number of writes."""
-    place, copy = stored_in(tmp_path), tmp_path / "copy"
-    copy.mkdir()
+    place = stored_in(tmp_path)
     events = [text_event(f"cat {n}") for n in range(3)]
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), *events)  # one item
-    shutil.copy(tmp_path / "sessions.db", copy / "sessions.db")
-    copy_url = f"sqlite+aiosqlite:///{copy}/sessions.db"
-    for url, event in ((file_url, events[1]), (copy_url, events[0])):
-        async with EncryptedSessionService(url, BACKEND) as sessions:
-            await forget(ours(sessions), event.id)
+    rows = await forget_another_in_a_copy(tmp_path, file_url, events[1].id, events[0].id)
     own = query(place, ROWS)
-    put(place, query(stored_in(copy), ROWS)[1])
+    put(place, rows[1])
     await every_call_is_rejected(file_url)
     put(place, own[1])
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
