@@ -3,12 +3,10 @@
 import asyncio
 import json
 import logging
-import sqlite3
 import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import closing
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, export_lines
 from tests.cli.support import run
 from tests.faults import Point, lost, with_faults
+from tests.sqlite_files import execute
 
 NEEDLE = "penicillin"
 IDS: Any = {"app_name": "clinic", "user_id": "ada-lovelace", "session_id": "session-of-ada"}
@@ -123,36 +122,21 @@ async def test_keys_that_another_process_stored_first_are_recorded_once(log: Log
     assert len({entry["database"] for entry in created + opened}) == 1
 
 
-async def test_data_keys_of_a_cancelled_call_that_was_stored_are_recorded(
-    log: Log, url: str
+@pytest.mark.parametrize("keys", ["s.db", "keys.db"])
+async def test_data_keys_that_a_cancelled_call_stored_are_recorded(
+    log: Log, url: str, tmp_path: Path, keys: str
 ) -> None:
-    service, faults = with_faults(lambda: service_of(url))
-    async with service:
-        await service.list_sessions(app_name="clinic")
-        task = asyncio.ensure_future(service.create_session(**IDS))
-        loop = asyncio.get_running_loop()
-        faults.data.after(Point.APPLY, lambda: loop.call_soon_threadsafe(task.cancel))
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await service.get_session(**IDS) is not None
-    kinds = [entry["kind"] for entry in log.records("key.created")]
-    assert kinds[2:] == ["data key", "data key"]
-
-
-async def test_data_key_that_a_cancelled_call_stored_in_a_key_database_is_recorded(
-    log: Log, url: str, tmp_path: Path
-) -> None:
-    options = {"key_db_url": f"sqlite:///{tmp_path}/keys.db"}
+    options = {"key_db_url": f"sqlite:///{tmp_path}/keys.db"} if keys == "keys.db" else {}
     service, faults = with_faults(lambda: service_of(url, **options))
     async with service:
         await service.list_sessions(app_name="clinic")
         task = asyncio.ensure_future(service.create_session(**IDS))
         loop = asyncio.get_running_loop()
-        faults.keys.after(Point.APPLY, lambda: loop.call_soon_threadsafe(task.cancel))
+        executor = faults.keys if options else faults.data
+        executor.after(Point.APPLY, lambda: loop.call_soon_threadsafe(task.cancel))
         with pytest.raises(asyncio.CancelledError):
             await task
-    with closing(sqlite3.connect(tmp_path / "keys.db")) as connection:
-        stored = connection.execute("SELECT id FROM secure_data_keys").fetchall()
+    stored = execute(tmp_path / keys, "SELECT id FROM secure_data_keys")
     kinds = log.records("key.created")[2:]
     assert [(one["kind"], one["key"]) for one in kinds] == [("data key", key) for (key,) in stored]
     assert stored
@@ -249,9 +233,8 @@ async def tampered(url: str, directory: Path, *statements: str) -> None:
     async with service_of(url) as service:
         session = await service.create_session(**IDS)
         await service.append_event(session, event())
-    with closing(sqlite3.connect(directory / "s.db")) as connection, connection:
-        for statement in statements:
-            connection.execute(statement)
+    for statement in statements:
+        execute(directory / "s.db", statement)
 
 
 async def test_rejected_record_is_recorded_with_its_row_and_reason(

@@ -7,12 +7,11 @@ import asyncio
 import json
 import logging
 import os
-import sqlite3
 import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -72,6 +71,7 @@ from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
 from tests.maintenance.support import run_sql
 from tests.processes import children, results
+from tests.sqlite_files import execute, value
 
 __all__ = ["name", "server", "url"]
 
@@ -272,9 +272,8 @@ async def test_service_without_the_option_makes_no_more_statements(url: sa.URL) 
             await service.get_session(app_name="a", user_id="u", session_id=session.id)
         counts.append(faults.data.counts)
     assert counts[0][Point.APPLY] == counts[1][Point.APPLY] == 2
-    with closing(sqlite3.connect(str(url.database))) as connection:
-        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
-    assert "secure_audit" not in names
+    names = execute(Path(str(url.database)), "SELECT name FROM sqlite_master")
+    assert ("secure_audit",) not in names
 
 
 # --- No access without a record ---
@@ -506,13 +505,14 @@ async def test_trigger_that_discards_one_of_many_records_is_noticed(
         for _ in range(3):
             await service.create_session(app_name="clinic", user_id="ada-lovelace")
         assert len((await service.list_sessions(app_name="clinic")).sessions) == 3
-        with closing(sqlite3.connect(str(url.database))) as connection, connection:
-            connection.execute("UPDATE secure_sessions SET state = substr(state, 1, 40)")
-            ((stored,),) = connection.execute("SELECT max(number) + 1 FROM secure_audit")
-            connection.execute(
-                f"CREATE TRIGGER t BEFORE INSERT ON secure_audit WHEN NEW.number = {stored + at} "
-                "BEGIN SELECT RAISE(IGNORE); END"
-            )
+        path = Path(str(url.database))
+        execute(path, "UPDATE secure_sessions SET state = substr(state, 1, 40)")
+        stored = value(path, "SELECT max(number) + 1 FROM secure_audit")
+        execute(
+            path,
+            f"CREATE TRIGGER t BEFORE INSERT ON secure_audit WHEN NEW.number = {stored + at} "
+            "BEGIN SELECT RAISE(IGNORE); END",
+        )
         with pytest.raises(SecureSessionError) if at != 1 else nullcontext():
             await service.list_sessions(app_name="clinic")
     assert (await problems(url) != []) == (at == 1)

@@ -1,9 +1,7 @@
 """The backend that docs/configuration.md shows protects a real database."""
 
 import re
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
+from tests.sqlite_files import execute
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 RUN = "asyncio.run(main())\n"
@@ -69,12 +68,6 @@ async def write(path: Path, backend: EncryptionBackend) -> None:
             )
 
 
-def execute(path: Path, sql: str) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute(sql).rowcount
-        connection.commit()
-
-
 def test_example_has_the_shape_of_the_protocol(
     make: Callable[[KeyProvider], EncryptionBackend],
 ) -> None:
@@ -101,8 +94,7 @@ async def test_nothing_that_the_example_wrote_is_plaintext(
     files = [file.read_bytes() for file in path.parent.iterdir()]
     assert files
     assert not any(b"needle" in content for content in files)
-    with closing(sqlite3.connect(path)) as connection:
-        backend_ids = connection.execute("SELECT substr(event, 5, 1) FROM secure_events").fetchall()
+    backend_ids = execute(path, "SELECT substr(event, 5, 1) FROM secure_events")
     assert backend_ids == [(b"\x80",)] * 3
 
 

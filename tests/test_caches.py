@@ -2,9 +2,7 @@
 
 import gc
 import os
-import sqlite3
 import weakref
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.maintenance import Database, rotate_data
 from adk_secure_sessions.storage.writes import EnsureOwners
 from tests.faults import Point, with_faults
+from tests.sqlite_files import execute
 
 
 def caches(holder: object) -> list[Lru[object, object]]:
@@ -82,11 +81,11 @@ async def test_session_that_leaves_the_cache_during_an_append_is_read_with_its_w
 
         faults.data.after(Point.APPLY, read_the_other)
         await service.append_event(session, Event(author="a"))
-        with closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
-            connection.execute(
-                "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions "
-                "ORDER BY revision DESC LIMIT 1)"
-            )
+        execute(
+            tmp_path / "s.db",
+            "DELETE FROM secure_witnesses WHERE tag = (SELECT tag FROM secure_sessions "
+            "ORDER BY revision DESC LIMIT 1)",
+        )
         with pytest.raises(TamperedError, match="witness"):
             await service.get_session(app_name="a", user_id="u", session_id="s")
 

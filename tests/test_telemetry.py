@@ -9,9 +9,7 @@ import json
 import os
 import re
 import signal
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +55,7 @@ from adk_secure_sessions.migration import (
 )
 from adk_secure_sessions.storage import schema
 from tests.processes import results
+from tests.sqlite_files import execute
 
 PAGE = Path(__file__).parent.parent / "docs" / "telemetry.md"
 NEEDLE = "penicillin"
@@ -291,8 +290,7 @@ def _everything(say: Say, path: str) -> None:
             await memory.search_memory(app_name="clinic", user_id=USER, query=NEEDLE)
         async with Database(url, backend) as db:
             assert (await verify(db)).bad == 0
-        with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("UPDATE secure_events SET event = zeroblob(100) WHERE seq = 1")
+        execute(Path(path), "UPDATE secure_events SET event = zeroblob(100) WHERE seq = 1")
         async with EncryptedSessionService(url, backend) as service:
             with pytest.raises(DecryptionError):
                 await service.get_session(**IDS)

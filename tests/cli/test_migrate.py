@@ -1,8 +1,6 @@
 """The command `migrate`: what it prints, when it asks, and its exit status."""
 
 import asyncio
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,10 @@ from tests.cli.support import Said, run
 from tests.cli.test_metrics import read
 from tests.maintenance.support import event, fill
 from tests.migration.support import append, delete
+from tests.sqlite_files import execute
 
 NEEDLE = "Zanzibar"
+ADK = Path("adk.db")
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +33,6 @@ async def write(*session_ids: str, user: str = "ada") -> None:
             )
         await adk.append_event(session, event(number, text=NEEDLE))
     await adk.db_engine.dispose()
-
-
-def change(statement: str) -> None:
-    with closing(sqlite3.connect("adk.db")) as connection:
-        connection.execute(statement)
-        connection.commit()
 
 
 def migrate(command: str = "copy", *options: str) -> Said:
@@ -105,7 +99,7 @@ def test_copies_get_an_expiry() -> None:
 
 def test_metrics_of_an_erasure_count_what_cannot_be_read() -> None:
     migrate()
-    change("UPDATE sessions SET state = 'x'")
+    execute(ADK, "UPDATE sessions SET state = 'x'")
     said = migrate("erase-source", "--confirm", "adk.db", "--metrics-file", "run.prom")
     assert (said.code, "cannot be read in the source: 2 items" in said.stdout) == (1, True)
     assert read(Path("run.prom"))["problems"] == 2
@@ -145,8 +139,8 @@ def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> No
     asyncio.run(append(url, "ada", "s1"))
     asyncio.run(delete(url, "ada", "s2"))
     asyncio.run(write("s1"))
-    change("DELETE FROM sessions WHERE id = 's3'")
-    change("UPDATE sessions SET state = '[]', update_time = '2030-01-01' WHERE id = 's4'")
+    execute(ADK, "DELETE FROM sessions WHERE id = 's3'")
+    execute(ADK, "UPDATE sessions SET state = '[]', update_time = '2030-01-01' WHERE id = 's4'")
     said = migrate()
     assert said.code == 1
     assert "its state is not a JSON object" in said.stdout

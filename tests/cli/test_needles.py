@@ -2,10 +2,8 @@
 
 import asyncio
 import io
-import sqlite3
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.attacks.needles import (
     state,
 )
 from tests.cli.support import run
+from tests.sqlite_files import execute
 
 KEY, OTHER = generate_key(), generate_key()
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
@@ -78,8 +77,7 @@ def test_commands_print_no_plaintext_and_no_key(
     path = tmp_path / "sessions.db"
     asyncio.run(fill(path))
     if tampered:
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute(tampered)
+        execute(path, tampered)
     for name, key in (("root", KEY), ("other", OTHER)):
         (tmp_path / f"{name}.key").write_text(key)
         (tmp_path / f"{name}.key").chmod(0o600)

@@ -2,10 +2,8 @@
 
 import asyncio
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from tests.key_database.conftest import files, pair  # noqa: F401 - fixtures
 from tests.key_database.support import Pair, marks
 from tests.maintenance.support import APP, NEW, OLD, event, query, run_sql
 from tests.processes import children
+from tests.sqlite_files import value
 
 BACKEND = AesGcmBackend(OLD)
 ITEMS = [encode_item({"n": n}) for n in range(3)]
@@ -328,6 +327,4 @@ async def test_feature_is_added_again_after_the_database_was_replaced(file_url: 
     shutil.copy(f"{path}.old", path)
     await service.collections.append((APP, "ada", "c"), ITEMS[0])
     await service.close()
-    with closing(sqlite3.connect(path)) as connection:
-        ((value,),) = connection.execute(FEATURES)
-    assert value.startswith("collections ")
+    assert value(Path(path), FEATURES).startswith("collections ")

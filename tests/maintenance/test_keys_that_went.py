@@ -1,7 +1,5 @@
 """Data keys that are deleted while one `Database` or one service stays open."""
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.keys.providers import StaticKey
 from adk_secure_sessions.maintenance import Database, rotate_data, rotate_master, verify
+from tests.sqlite_files import execute, value
 
 KEY = b"k" * 32
 
@@ -28,15 +27,11 @@ async def fill(path: Path) -> str:
     return url
 
 
-def delete_key_of_first_user(path: Path) -> list[tuple[object, ...]]:
-    with closing(sqlite3.connect(path)) as connection:
-        ((tag,),) = connection.execute("SELECT tag FROM secure_users ORDER BY id LIMIT 1")
-        rows = connection.execute(
-            "SELECT * FROM secure_data_keys WHERE owner = ?", (tag,)
-        ).fetchall()
-        connection.execute("DELETE FROM secure_data_keys WHERE owner = ?", (tag,))
-        connection.commit()
-    return rows
+def delete_key_of_first_user(path: Path) -> tuple[object, ...]:
+    keys = "secure_data_keys WHERE owner = (SELECT tag FROM secure_users ORDER BY id LIMIT 1)"
+    (row,) = execute(path, f"SELECT * FROM {keys}")
+    execute(path, f"DELETE FROM {keys}")
+    return row
 
 
 async def test_verify_notices_a_data_key_deleted_since_its_last_run(tmp_path: Path) -> None:
@@ -56,10 +51,8 @@ async def test_rotation_after_a_verify_creates_no_key_in_place_of_a_deleted_one(
         await verify(db)
         deleted = delete_key_of_first_user(path)
         assert (await rotate_data(db)).bad == 1
-    with closing(sqlite3.connect(path)) as connection:
-        places = ", ".join("?" * len(deleted[0]))
-        connection.executemany(f"INSERT INTO secure_data_keys VALUES ({places})", deleted)
-        connection.commit()
+    places = ", ".join("?" * len(deleted))
+    execute(path, f"INSERT INTO secure_data_keys VALUES ({places})", deleted)
     async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
         found = await service.get_session(app_name="a", user_id="ada", session_id="s")
         assert found is not None
@@ -78,18 +71,13 @@ async def test_row_whose_own_data_key_is_gone_leads_to_no_series_of_new_keys(
     async with EncryptedSessionService(url, aes, [fernet], key_db_url=key_url) as service:
         session = await service.create_session(app_name="a", user_id="ada", state={"user:n": 1})
         await service.list_sessions(app_name="a")
-        with closing(sqlite3.connect(keys)) as connection:
-            connection.execute("DELETE FROM secure_data_keys WHERE generation = 1")
-            connection.commit()
-            ((count,),) = connection.execute("SELECT count(*) FROM secure_data_keys")
+        execute(keys, "DELETE FROM secure_data_keys WHERE generation = 1")
+        count = value(keys, "SELECT count(*) FROM secure_data_keys")
         await service.list_sessions(app_name="a")  # reads the keys, and caches the older one
         delta = EventActions(state_delta={"user:n": 2})
         with pytest.raises(UnknownKeyError):
             await service.append_event(session, Event(author="user", actions=delta))
-        with closing(sqlite3.connect(keys)) as connection:
-            assert connection.execute("SELECT count(*) FROM secure_data_keys").fetchone() == (
-                count,
-            )
+        assert value(keys, "SELECT count(*) FROM secure_data_keys") == count
 
 
 class Failing(StaticKey):
