@@ -24,7 +24,7 @@ from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_existing, survey_existing
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
+    IS_COLLECTION,
     audit_records,
     data_keys,
     keyring,
@@ -169,8 +169,7 @@ class Database(HoldsSecrets, ClosedByWith):
 
         def work(connection: sa.Connection) -> Description:
             table = sessions if has_table(connection, sessions) else None
-            is_session = sessions.c.base_revision != COLLECTION
-            return describe(connection, table, "updated_at", is_session)
+            return describe(connection, table, "updated_at", ~IS_COLLECTION)
 
         description = await repeated(lambda: self.unit.executors.data.run(work, commit=False))
         # SQLite stores any type in any column, and the time is not authenticated.

@@ -22,7 +22,6 @@ from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
     SEALED,
     Owner,
     SealedColumn,
@@ -210,8 +209,7 @@ def _decrypt_ids(
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except UNREADABLE as error:
         return SessionWithIds(row, error)
-    is_collection = row.base_revision == COLLECTION
-    return SessionWithIds(row, SessionIds(app_name, user_id, session_id, is_collection))
+    return SessionWithIds(row, SessionIds(app_name, user_id, session_id, row.is_collection))
 
 
 # --- the records of one owner --------------------------------------------------------------------

@@ -17,8 +17,8 @@ from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
     INDEX_MARK,
+    IS_COLLECTION,
     apps,
     data_keys,
     events,
@@ -170,8 +170,7 @@ def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[boo
     minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     row = indexed.c.row_id
-    is_session = sessions.c.base_revision != sa.literal_column(str(COLLECTION))
-    of_session = sa.select(one).where(sessions.c.id == row, is_session)
+    of_session = sa.select(one).where(sessions.c.id == row, ~IS_COLLECTION)
     of_user = sa.select(one).where(users.c.id == minus_one - row)
     if app_tag is not None:
         app = sa.select(apps.c.id).where(apps.c.tag == app_tag)

@@ -20,7 +20,7 @@ from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Proble
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.schema import COLLECTION, StoredSession, sessions
+from adk_secure_sessions.storage.schema import IS_COLLECTION, StoredSession, sessions
 
 
 @dataclass
@@ -124,7 +124,7 @@ async def _delete(
 _BEFORE, _NOW = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))
 # The times are not authenticated yet.
 _IS_DUE = (
-    sessions.c.base_revision != sa.literal_column(str(COLLECTION)),
+    ~IS_COLLECTION,
     sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW),
 )
 _DUE_SESSIONS = SESSION_ROWS.where(*_IS_DUE)

@@ -15,8 +15,8 @@ from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import MAX_KEYS, DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
     INDEX_MARK,
+    IS_COLLECTION,
     AppRow,
     EventRow,
     IndexedRow,
@@ -68,9 +68,7 @@ _limit = sa.bindparam("limit", type_=sa.BigInteger)
 _first_seq = sa.bindparam("first_seq", type_=sa.BigInteger)
 _now = sa.bindparam("now", type_=sa.BigInteger)
 # The condition that a session, and no collection, has expired at the time `now`.
-HAS_EXPIRED: sa.ColumnElement[bool] = sa.and_(
-    sessions.c.expires_at <= _now, sessions.c.base_revision != sa.literal_column(str(COLLECTION))
-)
+HAS_EXPIRED: sa.ColumnElement[bool] = sa.and_(sessions.c.expires_at <= _now, ~IS_COLLECTION)
 _updated_from = sa.bindparam("updated_from", type_=sa.BigInteger)
 _updated_until = sa.bindparam("updated_until", type_=sa.BigInteger)
 _after_user = sa.bindparam("after_user", type_=sa.BigInteger)
@@ -368,7 +366,7 @@ SESSION_WITH_EVENTS_BETWEEN = _forms(
     ),
 )
 SESSIONS_OF_USER = _listing()
-COLLECTIONS_OF_USER = _listing(sessions.c.base_revision == sa.literal_column(str(COLLECTION)))
+COLLECTIONS_OF_USER = _listing(IS_COLLECTION)
 SESSIONS_OF_APP = _listing_of_app()
 OWNERS = _forms(*_APP_AND_USER)
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such

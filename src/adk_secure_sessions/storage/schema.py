@@ -132,6 +132,9 @@ sessions: sa.Table = sa.Table(
     sa.Column("state", _RECORD, nullable=False),
     sa.Index("ix_secure_sessions_user_row", "user_row", "id"),
 )
+IS_COLLECTION: sa.ColumnElement[bool] = sessions.c.base_revision == sa.literal_column(
+    str(COLLECTION)
+)
 
 snapshots: sa.Table = sa.Table(
     "secure_bases",
@@ -281,6 +284,14 @@ class SessionRow(NamedTuple):
     updated_at: int
     expires_at: int
     state: bytes
+
+    @property
+    def is_collection(self) -> bool:
+        return self.base_revision == COLLECTION
+
+    @property
+    def has_snapshot(self) -> bool:
+        return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
 
 
 class SnapshotRow(NamedTuple):
@@ -534,7 +545,7 @@ class StoredSession(NamedTuple):
     @property
     def is_collection(self) -> bool:
         """Whether the row is a collection, whose events are items."""
-        return self.row.base_revision == COLLECTION
+        return self.row.is_collection
 
     @property
     def has_expired(self) -> bool:
@@ -549,7 +560,7 @@ class StoredSession(NamedTuple):
 
     @property
     def has_snapshot(self) -> bool:
-        return self.row.base_revision not in (NO_SNAPSHOT, COLLECTION)
+        return self.row.has_snapshot
 
 
 class SessionWithStates(NamedTuple):

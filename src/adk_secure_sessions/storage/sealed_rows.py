@@ -25,9 +25,7 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
-    COLLECTION,
     EVENTS,
-    NO_SNAPSHOT,
     SESSIONS,
     SNAPSHOTS,
     USERS,
@@ -197,7 +195,7 @@ def _decrypt_session(
         head, snapshot_link, overlay = records.split_session(rest)
         if row.user_row != user.row.id:
             raise TamperedError("it belongs to another user", Reason.WRONG_OWNER)
-        has_snapshot = row.base_revision not in (NO_SNAPSHOT, COLLECTION)
+        has_snapshot = row.has_snapshot
         if not has_snapshot and snapshot_link != NO_LINK:
             raise TamperedError(
                 "it names a snapshot and has none: its writer is faulty", Reason.MALFORMED
@@ -205,7 +203,7 @@ def _decrypt_session(
         last_seq = rows.last_seqs.get(row.id)
         if last_seq != row.revision - 1:
             last = last_seq if isinstance(last_seq, int) else "no number"
-            item = "item" if row.base_revision == COLLECTION else "event"
+            item = "item" if row.is_collection else "event"
             raise TamperedError(
                 f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "
                 f"{last}: {item}s were added or removed, or an older row was replayed",
@@ -223,9 +221,9 @@ def _open_snapshot(
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
     with locating_errors(SNAPSHOTS.name, row.id):
-        if row.base_revision in (NO_SNAPSHOT, COLLECTION):
+        if not row.has_snapshot:
             if snapshot is not None:
-                kind = "collection" if row.base_revision == COLLECTION else "session"
+                kind = "collection" if row.is_collection else "session"
                 raise TamperedError(
                     f"the {kind} has no snapshot: this row was added", Reason.MISMATCH
                 )

@@ -14,7 +14,7 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
+    IS_COLLECTION,
     Identity,
     SessionVersion,
     StoredSession,
@@ -48,9 +48,7 @@ MAX_NAME_BYTES = 16 * 1024
 _ROWS_AT_ONCE = 16
 _BY_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))
 # The revision of a collection is the number of its items.
-_ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(
-    sessions.c.base_revision == sa.literal_column(str(COLLECTION))
-)
+_ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(IS_COLLECTION)
 
 
 class Collection(NamedTuple):
