@@ -21,7 +21,7 @@ from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
+    IS_COLLECTION,
     apps,
     data_keys,
     events,
@@ -330,7 +330,7 @@ class _Deletion:
             return []
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
-        query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), c.base_revision).where(of_user)
+        query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(of_user)
         if not self.dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.
             # A service may have locked a session, and now wait for the user's row.  To wait for
@@ -340,7 +340,7 @@ class _Deletion:
             nowait = again and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
         rows = self.connection.execute(query).all()
-        self.collections.update(row.id for row in rows if row.base_revision == COLLECTION)
+        self.collections.update(row_id for row_id, _, is_collection in rows if is_collection)
         return [(row_id, tag) for row_id, tag, _ in rows]
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:

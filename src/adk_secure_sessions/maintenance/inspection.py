@@ -12,7 +12,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import header_of
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
+    IS_COLLECTION,
     SEALED,
     apps,
     data_keys,
@@ -138,7 +138,7 @@ async def record_headers(
         ids = None if source is keyring else header_ids(start)
         backend_id, key_id = ids or (None, None)
         root_key_id = more if source is keyring else None
-        of_session = "collection" if more == COLLECTION else "session"
+        of_session = "collection" if more else "session"
         kind = of_session if source is sessions else None
         found.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
     return tuple(found)
@@ -165,7 +165,7 @@ def rows_with_tag(table: sa.Table) -> sa.Select[Any]:
 def _headers(column: sa.Column[Any], of_one_row: bool) -> sa.Select[Any]:
     table = column.table
     key = list(table.primary_key.columns)
-    more = {keyring: keyring.c.root_key_id, sessions: sessions.c.base_revision}.get(table, key[0])
+    more = {keyring: keyring.c.root_key_id, sessions: IS_COLLECTION}.get(table, key[0])
     query = sa.select(sa.func.length(column), header_of(column), more, *key).order_by(*key)
     if of_one_row:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))

@@ -36,7 +36,7 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.pages import Span, grouped
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
-    COLLECTION,
+    IS_COLLECTION,
     NEVER,
     apps,
     events,
@@ -228,8 +228,7 @@ def _now() -> int:
 
 # --- statements ----------------------------------------------------------------------------------
 
-_IS_COLLECTION = sessions.c.base_revision == sa.literal_column(str(COLLECTION))
-_ANY_COLLECTION = first_rows(sa.select(sessions.c.id).where(_IS_COLLECTION), 1)
+_ANY_COLLECTION = first_rows(sa.select(sessions.c.id).where(IS_COLLECTION), 1)
 # The row ids of sessions, and the bytes of their events and of their snapshots.
 _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
@@ -237,7 +236,7 @@ _SIZES_OF_EVENTS = sa.select(
 _SIZES_OF_SNAPSHOTS = sa.select(snapshots.c.session_row, sa.func.length(snapshots.c.state))
 _COUNT = number_of(
     sessions,
-    ~_IS_COLLECTION,
+    ~IS_COLLECTION,
     sessions.c.expires_at > sa.bindparam("now"),
     sessions.c.updated_at >= sa.bindparam("since"),
 )
