@@ -544,7 +544,7 @@ class CommandCall(AuditedCall):
         self._facts = facts
         self._began = new_entry("command", **facts, outcome="started")
 
-    async def opened(self, trail: Trail, *, is_prepared: bool) -> None:
+    async def record_start(self, trail: Trail, *, is_prepared: bool) -> None:
         """Store the record that the command has started in *trail*; first prepare the trail."""
         # The methods of the trail use the keys, before which `Database` calls this method.
         self.trails.append(trail)

@@ -811,8 +811,8 @@ def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -
             if identity is None:
                 return {"app": app_name}
             user, session = user and identity.user_tag.hex(), session and identity.session_tag.hex()
-        opened = unit.database_id
-        database = None if opened is None else opened.hex()
+        database_id = unit.database_id
+        database = None if database_id is None else database_id.hex()
         return {"database": database, "app": app_name, "user": user, "session": session}
 
     return Recording(ids, trail)

@@ -126,7 +126,7 @@ async def problems(victim: Victim) -> list[str]:
 
 async def assert_rejected(victim: Victim, store: Imports, name: str) -> None:
     with pytest.raises(TamperedError, match="secure_migrated"):
-        await store.imported([(APP, USER, name)])
+        await store.rows_for([(APP, USER, name)])
     for version in ("1", "2"):
         with pytest.raises(TamperedError, match="secure_migrated"):
             await copy_session(store, name, version, replace=True)
@@ -182,8 +182,8 @@ async def test_modified_row_of_a_user_is_rejected(
 ) -> None:
     victim.modify("user", change)
     for call in (
-        store.imported([(APP, USER, "new")]),
-        store.imported([(APP, USER)]),
+        store.rows_for([(APP, USER, "new")]),
+        store.rows_for([(APP, USER)]),
         store.import_state((APP, USER), b'{"k":2}', replace=True),
     ):
         with pytest.raises(TamperedError, match="secure_migrated"):
@@ -192,7 +192,7 @@ async def test_modified_row_of_a_user_is_rejected(
         # The erasure of a user must not depend on a row that somebody may tamper with.
         async with victim.maintained() as db:
             await erase_user(db, APP, USER)
-        assert (await store.imported([(APP, USER, "new")]))[APP, USER, "new"].row.is_tombstone
+        assert (await store.rows_for([(APP, USER, "new")]))[APP, USER, "new"].row.is_tombstone
 
 
 async def test_replayed_row_never_lets_an_import_replace_a_session(
@@ -201,7 +201,7 @@ async def test_replayed_row_never_lets_an_import_replace_a_session(
     older = victim.row(victim.tags[COPIED])
     assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.OLDER
     victim.put(older)
-    assert not (await store.imported([(APP, USER, COPIED)]))[APP, USER, COPIED].is_untouched
+    assert not (await store.rows_for([(APP, USER, COPIED)]))[APP, USER, COPIED].is_untouched
     assert await copy_session(store, COPIED, "3", replace=True) is ImportStatus.CONFLICT
 
 
@@ -261,7 +261,7 @@ async def test_replayed_list_of_features_does_not_hide_imports(
     async with fresh.maintained() as db:
         store = db.imports
         with pytest.raises(WrongKeyError, match="an older list was replayed"):
-            await store.imported([(APP, USER, COPIED)])
+            await store.rows_for([(APP, USER, COPIED)])
         (found,) = (await verify(db)).problems
         assert "'migration' is not listed" in found.detail
         # What is sealed stays sealed, so an import may add the feature again.

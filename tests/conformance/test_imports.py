@@ -144,14 +144,14 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     first, second = history(2), history(3)
-    assert await store.imported([IDS]) == {}
+    assert await store.rows_for([IDS]) == {}
     assert await imported(store, of=first, state=LARGE) is ImportStatus.NEW
     assert await imported(store, of=first) is ImportStatus.UNCHANGED
     assert await imported(store, of=second, version="2") is ImportStatus.CONFLICT
     before = await read(service)
     result = await imported(store, of=second, version="2", replace=True)
     assert result is ImportStatus.OLDER
-    one = (await store.imported([IDS, (APP, USER, "other")]))[IDS]
+    one = (await store.rows_for([IDS, (APP, USER, "other")]))[IDS]
     assert (one.row.number, one.is_untouched, one.row.is_tombstone) == (3, True, False)
     assert (one.has_source("1"), one.has_source("2")) == (False, True)
     found = await read(service)
@@ -159,7 +159,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     with pytest.raises(Exception, match="session"):  # it was loaded before
         await service.append_event(before, event("late"))
     await service.append_event(found, event("more"))
-    assert not (await store.imported([IDS]))[IDS].is_untouched
+    assert not (await store.rows_for([IDS]))[IDS].is_untouched
     assert await imported(store, version="2", replace=True) is ImportStatus.CONTINUED
     assert await imported(store, version="3", replace=True) is ImportStatus.CONFLICT
     await create(service, session_id="own")
@@ -182,7 +182,7 @@ async def test_states_are_set_exactly(
         assert await store.import_state(owner, b'{"c":1}') is ImportStatus.CONFLICT
         assert await store.import_state(owner, b"{}", replace=True) is ImportStatus.OLDER
         assert await store.import_state(owner, small, replace=True) is ImportStatus.OLDER
-        one = (await store.imported([owner, ("unknown", *owner[1:])]))[owner]
+        one = (await store.rows_for([owner, ("unknown", *owner[1:])]))[owner]
         assert one.has_state(other)
         assert not one.has_state(b"{}")
     await rotate_data(db)  # changes the versions of the rows, and no state
@@ -294,11 +294,11 @@ async def test_nothing_is_imported_after_a_tombstone(
     assert await imported(store, replace=True) is ImportStatus.DELETED
     await create(service, session_id="s")  # by a service, later
     assert await imported(store, replace=True) is ImportStatus.DELETED
-    one = (await store.imported([IDS]))[IDS]
+    one = (await store.rows_for([IDS]))[IDS]
     assert (one.row.is_tombstone, one.is_untouched) == (True, False)
     await imported(store, "copied", of=history(1))
     await store.tombstone(APP, USER, "copied")  # its row says so already
-    assert (await store.imported([(APP, USER, "copied")]))[APP, USER, "copied"].row.number == 1
+    assert (await store.rows_for([(APP, USER, "copied")]))[APP, USER, "copied"].row.number == 1
     assert await is_clean(db)
 
 
@@ -314,7 +314,7 @@ async def test_nothing_of_an_erased_user_is_imported(
     for name in ("s", "new"):
         result = await imported(store, name, of=history(2), version="2", replace=True)
         assert result is ImportStatus.DELETED
-        assert (await store.imported([(APP, USER, name)]))[APP, USER, name].row.is_tombstone
+        assert (await store.rows_for([(APP, USER, name)]))[APP, USER, name].row.is_tombstone
     assert await store.import_state((APP, USER), b'{"k":1}', replace=True) is ImportStatus.DELETED
     assert await imported(store, user_id="never copied") is ImportStatus.DELETED
     assert await imported(store, "new", user_id="other") is ImportStatus.NEW
@@ -334,7 +334,7 @@ async def test_separated_copy_has_no_imports(
     assert (await separate(db)).complete
     assert FeatureName.MIGRATION not in (await db.survey()).features
     assert not await store.migration_end()
-    assert await store.imported([IDS]) == {}
+    assert await store.rows_for([IDS]) == {}
     assert await imported(store, of=history(2)) is ImportStatus.SAME_ID
     assert await is_clean(db)
 

@@ -15,7 +15,7 @@ from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
 from adk_secure_sessions.maintenance.database import StatementLimits
-from adk_secure_sessions.maintenance.vacuum import clear
+from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of
 from tests.maintenance.support import APP, OLD, event, fill, query
@@ -287,7 +287,7 @@ async def test_mariadb_table_is_rewritten_without_a_setting_of_the_connection(
         executor = AsyncEngineExecutor(engine, owns_engine=True)
         await executor.run(lambda connection: connection.scalar(sa.select(1)), commit=False)
         sa.event.listen(engine.sync_engine, "before_cursor_execute", note)
-        assert await clear(executor, data_keys, 5, rewrite=True) == ""
+        assert await clear_deleted_bytes(executor, data_keys, 5, rewrites_table=True) == ""
         await executor.close()
         assert any("OPTIMIZE" in text for text in statements)
         assert not [text for text in statements if text.startswith("SET")]

@@ -450,7 +450,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
         assert (left["secure_users"], left["secure_sessions"], left["secure_events"]) == (0, 0, 0)
         await assert_whole(url)
         async with Database(url, BACKEND) as db:
-            imported = await db.imports.imported([(APP, "ada", "other")])
+            imported = await db.imports.rows_for([(APP, "ada", "other")])
             assert imported[APP, "ada", "other"].row.is_tombstone
 
 

@@ -361,7 +361,7 @@ async def test_deleting_an_unknown_session_stores_nothing(
 ) -> None:
     ids = (APP, "ada", "unknown")
     await service.delete_session(app_name=APP, user_id="ada", session_id="unknown")
-    assert await service._imports.imported([ids]) == {}
+    assert await service._imports.rows_for([ids]) == {}
 
 
 # --- Two processes --------------------------------------------------------------------------------

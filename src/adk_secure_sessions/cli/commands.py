@@ -24,7 +24,7 @@ from adk_secure_sessions.cli.output import (
     progress,
     table,
 )
-from adk_secure_sessions.cli.program import Failure, main, one_line_errors, opened, run
+from adk_secure_sessions.cli.program import Failure, main, one_line_errors, run, runner_for
 from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
@@ -82,11 +82,11 @@ def check(db: Database, timeout: float) -> None:
       adk-secure-sessions check --db sqlite:///sessions.db --key file:root.key
     """
 
-    async def in_time(opened: Database) -> "maintenance.Check":
+    async def in_time(db: Database) -> "maintenance.Check":
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                return await maintenance.check(opened)
+                return await maintenance.check(db)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -159,7 +159,7 @@ def verify(
         raise click.UsageError("--heads is for the audit trail")
     results: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}
     notes = []
-    with ExitStack() as files, opened(db, resume_hint=None) as call:
+    with ExitStack() as files, runner_for(db, resume_hint=None) as call:
         # Only a line feed ends a line: other text of a line may contain a carriage return.
         logs = {
             name: files.enter_context(open(name, encoding="utf-8", errors="replace", newline="\n"))

@@ -31,17 +31,17 @@ def require_confirmation(
     change: str,
     *,
     kind: str = "database",
-    unit: str = "session",
+    noun: str = "session",
 ) -> None:
     """Raise an error unless the user names *place*, because the URL may be a wrong one.
 
     *name* is the value of --confirm; if it is None, ask on the terminal.  *change* is what the
     command does, such as `erase the user`.  *place* is a *kind* of place: a database, a directory
-    or a bucket, and its `sessions` counts *unit*s.
+    or a bucket, and its `sessions` counts *noun*s.
     """
     where = "" if place.server is None else f" on {place.server}"
     last = "" if place.updated_at is None else f", last updated {utc_text(place.updated_at)}"
-    described = f"the {kind} {place.name}{where} has {counted(place.sessions, unit)}{last}"
+    described = f"the {kind} {place.name}{where} has {counted(place.sessions, noun)}{last}"
     if name is None and sys.stdin.isatty():
         click.echo(without_controls(described), err=True)
         question = f"To {change}, enter its name"

@@ -12,7 +12,7 @@ import click
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance, migration
 from adk_secure_sessions.cli.options import on_database, parse_time, with_selection
 from adk_secure_sessions.cli.output import option_value, print_result, private_file, progress
-from adk_secure_sessions.cli.program import AGAIN, Failure, main, one_line_errors, opened, run
+from adk_secure_sessions.cli.program import AGAIN, Failure, main, one_line_errors, run, runner_for
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
     incomplete = "the target has only a part of the sessions, as plaintext"
     try:
         resume_hint = f"{AGAIN}; {incomplete}"
-        return run(db, work, label="export", unit="sessions", resume_hint=resume_hint, **options)
+        return run(db, work, label="export", nouns="sessions", resume_hint=resume_hint, **options)
     except Failure as error:
         if error.error == "Interrupted" or not target.is_open:
             raise
@@ -97,12 +97,12 @@ def _write(
     db: Database,
     file: str,
     label: str,
-    unit: str,
+    nouns: str,
     work: Callable[..., Awaitable[T]],
     **options: Any,
 ) -> T:
     """Let *work* write to stdout, or to a new file, and return its result."""
-    with progress(label, unit) as report, opened(db, resume_hint=None) as call:
+    with progress(label, nouns) as report, runner_for(db, resume_hint=None) as call:
         call(db.keyring())  # report a wrong key before the file is created
         with _output_to(file) as write:
             return call(work(db, write, progress=report, **options))

@@ -21,7 +21,7 @@ from adk_secure_sessions.cli.options import (
     with_packing,
 )
 from adk_secure_sessions.cli.output import print_result, progress
-from adk_secure_sessions.cli.program import AGAIN, main, opened
+from adk_secure_sessions.cli.program import AGAIN, main, runner_for
 from adk_secure_sessions.formats.times import of_datetime
 
 _UNREACHABLE = (
@@ -186,7 +186,7 @@ def _run(
         app, since = options.pop("app"), options.pop("since")
         since = None if since is None else of_datetime(since)
         options["selection"] = migration.Selection(app, since)
-    with opened(db, resume_hint=resume_hint) as call:
+    with runner_for(db, resume_hint=resume_hint) as call:
         source = call(migration.open_source(**of_source))
         try:
             if change and isinstance(source, migration.AdkTables):

@@ -11,7 +11,7 @@ from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
 from adk_secure_sessions.cli.options import TO, on_database, with_dry_run, with_packing, with_store
 from adk_secure_sessions.cli.output import print_result
-from adk_secure_sessions.cli.program import AGAIN, opened
+from adk_secure_sessions.cli.program import AGAIN, runner_for
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
@@ -62,7 +62,7 @@ def artifacts(
     from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
     from adk_secure_sessions.maintenance.database import Description
 
-    with opened(db, resume_hint=None if action == "compare" else AGAIN) as call:
+    with runner_for(db, resume_hint=None if action == "compare" else AGAIN) as call:
         if source.startswith("file:///"):  # as google-adk's --artifact_service_uri
             from urllib.request import url2pathname  # this module imports 20 others
 
@@ -73,7 +73,7 @@ def artifacts(
             server = "Google Cloud Storage" if is_bucket else None
             described = Description(server, origin.name, call(origin.count()), None)
             change = "delete the artifacts of the source"
-            require_confirmation(described, confirm, change, kind=origin.kind, unit="artifact")
+            require_confirmation(described, confirm, change, kind=origin.kind, noun="artifact")
         work = migrate_artifacts(origin, db, store, action, dry_run=dry_run, show_ids=show_ids)
         result = call(work)
     print_result(result, _notes(action, result, dry_run))

@@ -153,12 +153,12 @@ def private_file(name: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]":
+def progress(label: str, nouns: str = "rows") -> "Iterator[maintenance.Progress]":
     """Yield a function that takes the numbers of processed and of all rows, and shows them.
 
     If stderr is a terminal, a bar shows the progress, the speed and the remaining time.  Otherwise,
     the function prints a line with the progress and the speed at most every 10 seconds.  *label* is
-    the text before the numbers, and *unit* is what is counted, in the plural.
+    the text before the numbers, and *nouns* is what is counted, in the plural.
     """
     began = last = time.monotonic()
     if not sys.stderr.isatty():
@@ -167,8 +167,8 @@ def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]"
             nonlocal last
             if (now := time.monotonic()) - last >= LINE_EVERY:
                 last = now
-                speed = f"{processed / max(now - began, 1e-9):,.0f} {unit}/s"
-                click.echo(f"{label}: {processed:,} of {total:,} {unit}, {speed}", err=True)
+                speed = f"{processed / max(now - began, 1e-9):,.0f} {nouns}/s"
+                click.echo(f"{label}: {processed:,} of {total:,} {nouns}, {speed}", err=True)
 
         yield line
         return
@@ -179,7 +179,7 @@ def progress(label: str, unit: str = "rows") -> "Iterator[maintenance.Progress]"
         label=label,
         show_pos=True,
         show_eta=True,
-        item_show_func=lambda _: f"{rate:,.0f} {unit}/s",
+        item_show_func=lambda _: f"{rate:,.0f} {nouns}/s",
         file=sys.stderr,
     ) as bar:
 

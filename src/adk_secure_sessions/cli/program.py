@@ -170,7 +170,7 @@ class Call(Protocol):
 
 
 @contextmanager
-def opened(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Call]:
+def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Call]:
     """Yield a function that runs coroutines which use *db*, and close *db* at the end.
 
     Between two coroutines, the command may ask the user a question.  *resume_hint* says how to
@@ -200,19 +200,19 @@ def run(
     work: Callable[..., Awaitable[T]],
     *,
     label: str = "",
-    unit: str = "rows",
+    nouns: str = "rows",
     resume_hint: str | None = AGAIN,
     **options: Any,
 ) -> T:
     """Run *work* with *db* and *options*, close *db*, and return the result.
 
-    If *label* is given, show the progress with this text; *unit* is what *work* counts.
-    *resume_hint* is as in `opened`.
+    If *label* is given, show the progress with this text; *nouns* is what *work* counts.
+    *resume_hint* is as in `runner_for`.
     """
-    with opened(db, resume_hint=resume_hint) as call:
+    with runner_for(db, resume_hint=resume_hint) as call:
         if not label:
             return call(work(db, **options))
-        with progress(label, unit) as report:
+        with progress(label, nouns) as report:
             return call(work(db, progress=report, **options))
 
 

@@ -17,7 +17,7 @@ from adk_secure_sessions.cli.options import (
     with_store,
 )
 from adk_secure_sessions.cli.output import print_result
-from adk_secure_sessions.cli.program import main, opened, run
+from adk_secure_sessions.cli.program import main, run, runner_for
 from adk_secure_sessions.cli.result_lines import erasure_notes, utc_text
 
 
@@ -61,7 +61,7 @@ def purge_audit(db: Database, **options: Any) -> None:
       adk-secure-sessions purge audit --db sqlite:///sessions.db --key file:root.key \\
           --older-than 2200d --dry-run
     """
-    result = run(db, maintenance.purge_audit, label="purge audit", unit="records", **options)
+    result = run(db, maintenance.purge_audit, label="purge audit", nouns="records", **options)
     old = f"such chains were last used before {utc_text(result.before)}"
     print_result(result, [old])
 
@@ -119,7 +119,7 @@ def erase_user(db: Database, dry_run: bool, confirm: str | None, **options: Any)
       adk-secure-sessions erase-user --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada --confirm sessions.db
     """
-    with opened(db) as call:
+    with runner_for(db) as call:
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")
         result = call(maintenance.erase_user(db, dry_run=dry_run, **options))

@@ -17,7 +17,7 @@ from adk_secure_sessions.cli.options import (
     with_store,
 )
 from adk_secure_sessions.cli.output import print_lines, print_result, progress
-from adk_secure_sessions.cli.program import AGAIN, Failure, main, opened, run
+from adk_secure_sessions.cli.program import AGAIN, Failure, main, run, runner_for
 from adk_secure_sessions.cli.result_lines import (
     key_move_notes,
     resumed_line,
@@ -129,7 +129,7 @@ def _rotate(
     """
     without = ", without --restart" if restart else ""
     retirement = None
-    with opened(db, resume_hint=f"{AGAIN}{without}") as call:
+    with runner_for(db, resume_hint=f"{AGAIN}{without}") as call:
         if not restart:
             for unfinished in call(maintenance.unfinished_rotations(db)):
                 if unfinished.rotation == name:
@@ -172,7 +172,7 @@ def retire(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
-    result = run(db, maintenance.retire, label="retire", unit="owners", **options)
+    result = run(db, maintenance.retire, label="retire", nouns="owners", **options)
     print_result(result, retirement_notes(result))
 
 
@@ -193,7 +193,7 @@ def separate(db: Database, confirm: str | None, **options: Any) -> None:
       adk-secure-sessions separate --db sqlite:///staging.db --key file:root.key \\
           --confirm staging.db
     """
-    with opened(db) as call:
+    with runner_for(db) as call:
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
             result = call(maintenance.separate(db, progress=report, **options))
@@ -221,7 +221,7 @@ def move_keys(db: Database, to: Literal["key-db", "db"], confirm: str | None) ->
       adk-secure-sessions move-keys --db sqlite:///sessions.db --key-db sqlite:///keys.db \\
           --to key-db --key file:root.key --confirm sessions.db
     """
-    with opened(db) as call:
+    with runner_for(db) as call:
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:
             result = call(maintenance.move_keys(db, to, progress=report))

@@ -106,12 +106,12 @@ class BlobDecryptor(HoldsSecrets):
                 sealed = sealed[len(HEADER) :]
             try:
                 nonce = _nonce(number, number == self._last)
-                opened = self._cipher.decrypt(nonce, sealed, HEADER)
+                plaintext = self._cipher.decrypt(nonce, sealed, HEADER)
             except InvalidTag:
                 detail = f"chunk {number}: wrong key, or the chunk was modified or moved"
                 raise TamperedError(detail) from None
             at = number * CHUNK_LENGTH
-            yield opened[max(0, self._start - at) : self._stop - at]
+            yield plaintext[max(0, self._start - at) : self._stop - at]
             number, length = number + 1, SEALED_LENGTH
         check_size(unread, 0)
 

@@ -20,7 +20,7 @@ from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.decrypted_rows import SessionIds, sessions_with_ids
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems, reject_orphans
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems, reject_orphans
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
@@ -264,7 +264,7 @@ async def artifacts_of(
                 ):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions_of(collection)
-            except UNREADABLE as error:
+            except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, stored.id)
             else:
                 yield ids, collection

@@ -196,7 +196,7 @@ class _ArtifactRun:
         address = (*one.owner, collection_name(one.session_id, one.filename))
         stored: list[Version] = []
         if not self.is_new:
-            state = (await self.db.imports.imported([one.owner])).get(one.owner)
+            state = (await self.db.imports.rows_for([one.owner])).get(one.owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
             collection = await self.collections.get(address)

@@ -122,8 +122,10 @@ class BlobDirectory(BlobStore):
             if replace:  # a new file has a new time, on every file system
                 _unlink(opened_folder, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
-            opened = os.open(opened_folder.at(name), flags, 0o600, dir_fd=opened_folder.descriptor)
-            with open(opened, "wb", buffering=0) as file:
+            descriptor = os.open(
+                opened_folder.at(name), flags, 0o600, dir_fd=opened_folder.descriptor
+            )
+            with open(descriptor, "wb", buffering=0) as file:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]

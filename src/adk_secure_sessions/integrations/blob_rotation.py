@@ -28,7 +28,7 @@ from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.decrypted_rows import SessionIds
-from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection, Collections
@@ -123,7 +123,7 @@ class _BlobRotationRun(DataRotationRun):
                     # Another database may use blobs under another prefix.
                     if version.blob.prefix == self._store.prefix:
                         await self._store.mark(version.blob.name)
-            except UNREADABLE as error:
+            except ROW_ERRORS as error:
                 row = f"{collection.version.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
                     error = error.about(f"its blob {version.blob.name}")

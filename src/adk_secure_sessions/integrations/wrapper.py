@@ -511,10 +511,10 @@ class _Records:
 
     async def open_entries(self, scope: _StateScope, stored: JsonObject) -> JsonObject:
         """Decrypt the entries of one scope, whose names have no prefix."""
-        opened: JsonObject = {}
+        entries: JsonObject = {}
         for name, value in stored.items():
             try:
-                opened.update(self._open_entry(scope, name, value))
+                entries.update(self._open_entry(scope, name, value))
             except DecryptionError as error:
                 shown = scope.prefix + (name if _NAME.fullmatch(name) else "?")
                 # The user was erased, and the user id is used again.  The old entries of the user's
@@ -527,7 +527,7 @@ class _Records:
                     "an erasure (%s)",
                     shown,
                 )
-        return opened
+        return entries
 
     def _open_entry(self, scope: _StateScope, name: str, value: object) -> JsonObject:
         if not _NAME.fullmatch(name):

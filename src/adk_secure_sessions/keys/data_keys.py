@@ -221,7 +221,7 @@ class StagedKeys:
         keyring_has_changed = not self._key_cache.keyring.matches(fingerprints)
         if keyring_has_changed and not self._accepts_changed_keyring:
             raise StaleKeyring
-        opened: dict[bytes, dict[int, DataKey | None]] = {}
+        by_owner: dict[bytes, dict[int, DataKey | None]] = {}
         newest: dict[bytes, int] = {}
         for row in rows:
             try:
@@ -232,13 +232,13 @@ class StagedKeys:
                 if keyring_has_changed and isinstance(error, UnknownKeyError):
                     self.lacks_master = True
             else:
-                opened.setdefault(row.owner, {})[row.id] = key
+                by_owner.setdefault(row.owner, {})[row.id] = key
                 newest[row.owner] = max(newest.get(row.owner, -1), row.generation)
             # A new data key must have a higher generation than every stored row, even a rejected
             # row: the database rejects a second row with the same owner and generation.
             if isinstance(row.generation, int):
                 self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
-        for tag, keys in opened.items():
+        for tag, keys in by_owner.items():
             self._by_owner[tag] = OwnerKeys(keys, None, newest[tag])
             self._owner_tags.update(dict.fromkeys(keys, tag))
 

@@ -1,11 +1,9 @@
 """Count rows, and records and data keys by the backend and the key that encrypt them.
 
 The *current* data key of an owner (a user or an app) is the newest one that the owner's row names.
-With a key database, the owner's newest data key may be another one: if several services write for a
-new user at once, each stores a data key, but only one of them stores the user's row.  A data key
-that is newer than the current one, and that no row or record names, is a *spare*.  Nothing is
-encrypted with it.  It is kept, because the service that created it may be about to name it.  After
-the next rotation, it is an older key, which `retire` deletes.
+A *spare* is a data key newer than the current one that no row or record names: with a key database,
+the loser of a race for a new user.  It is kept, because its service may still name it.  After the
+next rotation, it is an older key, which `retire` deletes.
 """
 
 from collections import Counter
@@ -25,7 +23,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     header_of,
     read_owner_with_tag,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
@@ -93,12 +91,12 @@ def plausible(number: Any) -> int:
 
 
 async def count_records(
-    db: Database, meter: Meter, since: int = 0, masters: Keyring | None = None
+    db: Database, meter: Meter, since: int = 0, keyring: Keyring | None = None
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Count records by table and by the backend in the header, and spare data keys.
 
     A data key counts as newest only if it is its owner's current one (see `current_keys`), was
-    created at *since* or later, and can be unwrapped by *masters*, if that is given.
+    created at *since* or later, and can be unwrapped by *keyring*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     under_current: Counter[tuple[str, int | None]] = Counter()
@@ -117,7 +115,7 @@ async def count_records(
                 for owner, row in current.items()
                 if isinstance(row.created_at, int)
                 and row.created_at >= since
-                and (masters is None or can_unwrap(row, masters))
+                and (keyring is None or can_unwrap(row, keyring))
             }
             for owner, start, rows in groups:
                 backend_id, key_id = header_ids(start) or (None, None)
@@ -142,10 +140,10 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
     return tuple(DataKeyCount(*key, number) for key, number in counts.items())
 
 
-def can_unwrap(row: DataKeyRow, masters: Keyring) -> bool:
-    """Return whether *masters* can unwrap the data key: if so, *row* is authentic."""
+def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
+    """Return whether *keyring* can unwrap the data key: if so, *row* is authentic."""
     try:
-        unwrap_data_key(row, masters)
+        unwrap_data_key(row, keyring)
     except DecryptionError:
         return False
     return True
@@ -203,7 +201,7 @@ async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[
         return [key_id]
     try:
         decrypted = await read_owner_with_tag(db, owner_tag)
-    except (WrongKeyError, *UNREADABLE):
+    except (WrongKeyError, *ROW_ERRORS):
         return ()
     return () if decrypted is None else decrypted[1].key_ids
 

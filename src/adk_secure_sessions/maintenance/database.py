@@ -215,7 +215,7 @@ class Database(HoldsSecrets, ClosedByWith):
         if command is None:
             return
         try:
-            await command.opened(self.trail, is_prepared=is_listed)
+            await command.record_start(self.trail, is_prepared=is_listed)
         except DatabaseError as error:
             error.args = (
                 f"no record of this command can be stored in the audit trail: {error}; if you can "

@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
@@ -207,7 +207,7 @@ def _decrypt_ids(
         with locating_errors(sessions.name, row.id):
             context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
-    except UNREADABLE as error:
+    except ROW_ERRORS as error:
         return SessionWithIds(row, error)
     return SessionWithIds(row, SessionIds(app_name, user_id, session_id, row.is_collection))
 
@@ -267,13 +267,13 @@ async def records_of_sessions(
     Snapshots and events whose header is *current* are skipped.
     """
     async for page in sessions_of(db, user_row):
-        opened: dict[int, Sequence[str]] = {}
+        ids_of: dict[int, Sequence[str]] = {}
         records: list[EncryptedRecord] = []
         for session in page:
             try:
-                opened[session.id] = session.require_ids()[:3]
-                records.append(EncryptedRecord(_SESSIONS, session.columns, opened[session.id]))
-            except UNREADABLE as error:
+                ids_of[session.id] = session.require_ids()[:3]
+                records.append(EncryptedRecord(_SESSIONS, session.columns, ids_of[session.id]))
+            except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, session.id)
         tags = [record.row.tag for record in records]
         yield records + await _witnesses(db, (app_name,), tags)
@@ -285,11 +285,11 @@ async def records_of_sessions(
         for column in (_SNAPSHOTS, _EVENTS):
             query = _primary_keys_under_other_headers(column)
             async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
-                known = [pair for pair in sized if pair[0][0] in opened]
+                known = [pair for pair in sized if pair[0][0] in ids_of]
                 for group in grouped(known, itemgetter(1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [key for key, _ in group]
                     rows: list[Any] = await rows_with_primary_keys(db, column, keys)
-                    yield [EncryptedRecord(column, row, opened[row[0]]) for row in rows]
+                    yield [EncryptedRecord(column, row, ids_of[row[0]]) for row in rows]
 
 
 async def _witnesses(

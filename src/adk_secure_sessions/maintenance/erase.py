@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import header_of
 from adk_secure_sessions.maintenance.inspection import rows_with_tag
-from adk_secure_sessions.maintenance.vacuum import clear
+from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user
@@ -86,7 +86,7 @@ class Erasure(Result):
 
     @property
     def missing(self) -> str:
-        """What was missing although the user had other rows, in words; empty if nothing was."""
+        """What was missing, in words, also if the user does not exist; empty if nothing was."""
         if not self.users:
             return "the user's own row"
         return "" if self.data_keys else "the data key"
@@ -133,22 +133,22 @@ async def erase_user(
     was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
-    attempt = partial(
+    new_deletion = partial(
         _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.keys_per_page
     )
     executors = db.unit.executors
     deleted: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        first = await _commit(db.unit.change_keys, partial(attempt, of_rows=False))
+        first = await _commit(db.unit.change_keys, partial(new_deletion, of_rows=False))
         deleted += first.counts
-        attempt = partial(attempt, of_keys=False, headers=first.headers)
-    then = await _commit(db.unit.change, attempt)
+        new_deletion = partial(new_deletion, of_keys=False, headers=first.headers)
+    then = await _commit(db.unit.change, new_deletion)
     deleted += then.counts
     obstacle = "nothing was deleted"
     if not dry_run:
         empty_caches()
-        obstacle = await clear(
-            executors.key_tables, data_keys, db.limits.lock_wait, rewrite=rewrite
+        obstacle = await clear_deleted_bytes(
+            executors.key_tables, data_keys, db.limits.lock_wait, rewrites_table=rewrite
         )
     return Erasure(
         data_keys=deleted[data_keys.name],
@@ -170,21 +170,21 @@ async def erase_user(
 
 async def _commit(
     change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]],
-    attempt: "Callable[[sa.Connection], _Deletion]",
+    new_deletion: "Callable[[sa.Connection], _Deletion]",
 ) -> "_Deletion":
-    """Delete in one transaction of *change*, and return the attempt that was committed."""
-    attempts: list[_Deletion] = []
+    """Delete in one transaction of *change*, and return the deletion that was committed."""
+    deletions: list[_Deletion] = []
 
     def work(connection: sa.Connection) -> None:
-        deletion = attempt(connection)
+        deletion = new_deletion(connection)
         deletion.run()
-        attempts.append(deletion)
+        deletions.append(deletion)
 
     await change(work)
     # If the connection was lost during COMMIT, the attempt may have been committed.  In that
     # case, the next attempt found no rows.  So return the latest attempt that deleted rows.
     return next(
-        (deletion for deletion in reversed(attempts) if deletion.counts.total()), attempts[-1]
+        (deletion for deletion in reversed(deletions) if deletion.counts.total()), deletions[-1]
     )
 
 

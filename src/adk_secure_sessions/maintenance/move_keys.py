@@ -4,8 +4,8 @@ The row `holds` of `secure_meta` in the data database says where the valid keys 
 that has the keys is the *source* of a move, the other one is its *target*:
 
 1. Close the source: mark its features, so that services reject it, and *park* its master keys.  A
-   parked master key has the id -1 - id.  A service that was not stopped stores no data key any
-   more, because it only stores one if the master key with the id that it knows is stored.
+   parked master key has the id -1 - id.  Services store a data key only if the master key's row
+   still has its id, so parking stops them.
 2. Copy all keys into the target, read them back and compare them.
 3. Change the row `holds`: from now on, the keys in the target are valid.
 4. Compare the keys again, delete those in the source, and overwrite their bytes.
@@ -33,7 +33,7 @@ from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import reject_wrapper
-from adk_secure_sessions.maintenance.vacuum import rewrite
+from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import authenticated_features, check_features
@@ -169,9 +169,9 @@ class _Move:
         ]
         if source.format_version is not None:
             await self._source.change(partial(self._delete, tables, copy))
-        obstacles = await rewrite(self._source.executor, tables, self._db.limits.lock_wait)
-        opened = self._authenticated(target.features - {FeatureName.MOVING})
-        await self._target.change(partial(self._open, target.meta_rows[meta.FEATURES], opened))
+        obstacles = await rewrite_tables(self._source.executor, tables, self._db.limits.lock_wait)
+        features = self._authenticated(target.features - {FeatureName.MOVING})
+        await self._target.change(partial(self._open, target.meta_rows[meta.FEATURES], features))
         to, cleared = self._target.name, not obstacles
         return KeyMove(to, *copy[:2], has_begun, cleared, tuple(obstacles))
 
@@ -203,7 +203,7 @@ class _Move:
         self._surveys = (source, target)
         self._is_switched = is_in_keys == (self._target is self._keys)
         holder = target if self._is_switched else source
-        await self._unwrap(holder)
+        await self._open_keyring_of(holder)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == self._is_switched:
             raise _other_way(self._source.name)
@@ -214,17 +214,19 @@ class _Move:
         elif source.keyring and not _is_parked(source):
             raise ConfigurationError(_IN_USE)
 
-    async def _unwrap(self, holder: Survey) -> None:
+    async def _open_keyring_of(self, holder: Survey) -> None:
         """Unwrap the keyring with the valid keys, and authenticate the features."""
         assert holder.database_id is not None, "the caller rejects that"
         rows = [_unparked(row) for row in holder.keyring]
         backends = self._db.unit.backends
         writer = backends.writer.root_key.key_id
-        self._opened = await open_keyring(rows, backends.roots, writer, holder.database_id)
-        check_features(holder, self._opened)
+        self._keyring = await open_keyring(rows, backends.roots, writer, holder.database_id)
+        check_features(holder, self._keyring)
 
     def _authenticated(self, features: frozenset[str]) -> str:
-        return authenticated_features(self._opened.index_master, self._opened.database_id, features)
+        return authenticated_features(
+            self._keyring.index_master, self._keyring.database_id, features
+        )
 
     async def _check_target(self, source: Survey, target: Survey) -> None:
         """Reject a target with keys, unless they are those of an unfinished move to it.
@@ -233,7 +235,7 @@ class _Move:
         """
         reject_wrapper(source, "move-keys")
         if self._target is self._keys and target.database_id is not None:
-            check_features(target, self._opened)
+            check_features(target, self._keyring)
             if FeatureName.MOVING not in target.features:
                 raise ConfigurationError(_IN_USE)
             if _is_parked(target):

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _MAX_LISTED = 1000
 # Errors that decrypting and decoding a row may raise.  The last two errors are raised only for
 # plaintext records, which are not authenticated.
-UNREADABLE = (DecryptionError, struct.error, UnicodeDecodeError)
+ROW_ERRORS = (DecryptionError, struct.error, UnicodeDecodeError)
 # If a row of these tables is bad, many other rows cannot be decrypted, and each of them causes an
 # error that names the bad row.  So report a bad row of these tables only once.
 _NEEDED_BY_OTHERS = (apps.name, users.name, data_keys.name)

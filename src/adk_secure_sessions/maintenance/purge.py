@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     SessionIds,
     sessions_with_ids,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem, Problems
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import reads, writes
@@ -99,7 +99,7 @@ async def purge(
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     continue
                 is_deleted = await _delete(db, ids, is_due, dry_run)
-            except UNREADABLE as error:
+            except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, stored.id)
                 result.bad += 1
             else:

@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     sessions_of,
     sessions_with_ids,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE, CappedList, reject_orphans
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counted, counter, listing
 from adk_secure_sessions.storage import clusters, reads
@@ -35,12 +35,12 @@ from adk_secure_sessions.storage.schema import (
     apps,
     data_keys,
     events,
-    keyring,
     sessions,
     snapshots,
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import FeatureName, Survey
 
 K = TypeVar("K")
@@ -53,8 +53,8 @@ class KeptKey(NamedTuple):
         table: The table of the key: `secure_data_keys` or `secure_keyring`.
         id: The key's id.
         references: The name of each table with rows that need the key, and the number of these
-            rows.  Empty in three cases: it is unknown which rows need the key; or rows only need
-            an older key of the same owner; or only the owner's row names the key.
+            rows.  Empty if the rows are unknown, if only an older key is needed, or if only the
+            owner's row names it.
     """
 
     table: str
@@ -149,9 +149,9 @@ async def retire(
     known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
-    masters = await db.unit.change_keys(work, commit=not dry_run)
-    kept.extend(masters.kept)
-    ids = tuple(row.id for row in masters.unused)
+    of_masters = await db.unit.change_keys(work, commit=not dry_run)
+    kept.extend(of_masters.kept)
+    ids = tuple(row.id for row in of_masters.unused)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
 
 
@@ -180,7 +180,7 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
         await throttle.advance(len(page))
 
 
-class _Replaced(NamedTuple, Generic[K]):
+class _KeyDecision(NamedTuple, Generic[K]):
     """Replaced keys: those that are kept, those that no row uses, and the number of spare keys."""
 
     kept: list[KeptKey]
@@ -193,18 +193,18 @@ class _Replaced(NamedTuple, Generic[K]):
 
 async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
-) -> _Replaced[DataKeyRow]:
+) -> _KeyDecision[DataKeyRow]:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.unit.read_data_keys([owner_tag])).data_keys
     try:
         decrypted = await _decrypt_owner(db, owner_tag, rows, throttle)
-    except UNREADABLE:
+    except ROW_ERRORS:
         # SQLite stores any type in any column, so a modified generation may have another type.
         sound = all(isinstance(row.generation, int) for row in rows)
         older = sorted(rows, key=attrgetter("generation"))[:-1] if sound else rows
-        return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
-        return _Replaced([], [])
+        return _KeyDecision([], [])
     in_one_database = db.unit.executors.key_tables is db.unit.executors.data
     work = partial(_find_unused, owner_tag, rows, *decrypted, in_one_database, dry_run)
     keys = await db.unit.change(work, commit=not dry_run)
@@ -221,13 +221,13 @@ async def _retire_data_keys(
 async def _decrypt_owner(
     db: Database, owner_tag: bytes, rows: list[DataKeyRow], throttle: Meter
 ) -> tuple[tuple[int, ...], reads.HeaderCounts] | None:
-    """Decrypt all records of the owner, or raise one of `UNREADABLE`; return None if it is gone.
+    """Decrypt all records of the owner, or raise one of `ROW_ERRORS`; return None if it is gone.
 
     Return the ids of the data keys that its row names, and the number of records by header.
     """
     await db.unit.load_data_keys(owner_tag)  # if one needs a newer keyring, this reads it again
-    masters = await db.keyring()
-    if not all(can_unwrap(row, masters) for row in rows):
+    keyring = await db.keyring()
+    if not all(can_unwrap(row, keyring) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
     decrypted = await read_owner_with_tag(db, owner_tag)
     if decrypted is None:
@@ -254,7 +254,7 @@ def _find_unused(
     in_one_database: bool,
     dry_run: bool,
     connection: sa.Connection,
-) -> _Replaced[DataKeyRow]:
+) -> _KeyDecision[DataKeyRow]:
     """Find the owner's unused data keys; delete them if the data is in the same database."""
     dialect_of(connection).see_what_is_committed(connection)
 
@@ -281,7 +281,7 @@ def _find_unused(
 
 def _select_unused(
     rows: list[DataKeyRow], named: tuple[int, ...], headers: reads.HeaderCounts | None
-) -> _Replaced[DataKeyRow]:
+) -> _KeyDecision[DataKeyRow]:
     """Divide an owner's replaced data keys into kept and unused.
 
     *named* are the ids in the owner's row.
@@ -296,10 +296,10 @@ def _select_unused(
       the records were decrypted.
     """
     if not rows:
-        return _Replaced([], [])
+        return _KeyDecision([], [])
     older, _, newer = split_at_current(rows, named)
     if headers is None:
-        return _Replaced([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
     for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
@@ -314,7 +314,7 @@ def _select_unused(
             unused.append(row)
     used = [row for row in newer if uses[row.id]]
     kept += [KeptKey(data_keys.name, row.id, tuple(uses[row.id])) for row in used]
-    return _Replaced(kept, unused, len(newer) - len(used))
+    return _KeyDecision(kept, unused, len(newer) - len(used))
 
 
 def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
@@ -357,10 +357,10 @@ def _count_headers(
 
 async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
-    masters = await db.keyring()
+    keyring = await db.keyring()
     counts: Counter[int] = Counter()
     async for rows in all_data_keys(db):
-        if not all(can_unwrap(row, masters) for row in rows):
+        if not all(can_unwrap(row, keyring) for row in rows):
             return None
         counts.update(parse_header(row.wrapped)[1] for row in rows)
     return counts
@@ -371,7 +371,7 @@ def _retire_masters(
     known: Mapping[int, MasterKeyRow],
     wrapped: Counter[int] | None,
     connection: sa.Connection,
-) -> _Replaced[MasterKeyRow]:
+) -> _KeyDecision[MasterKeyRow]:
     """Delete the replaced data masters that wrap no data key.
 
     Keep all data masters if the keyring has rows that are not *known*, or if *wrapped* is None.
@@ -388,7 +388,7 @@ def _retire_masters(
     rows = [row for row in known.values() if row.purpose == DATA and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     if wrapped is None or not stored <= set(known.values()):
-        return _Replaced([KeptKey(keyring.name, row.id, ()) for row in older], [])
+        return _KeyDecision([KeptKey(keyring_table.name, row.id, ()) for row in older], [])
     header = header_of(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
     counts = {header: int(number) for header, number in connection.execute(by_header)}
@@ -399,13 +399,13 @@ def _retire_masters(
         now = counts.get(build_header(WRAP_BACKEND_ID, row.id), 0)
         number = max(now, wrapped[row.id]) + unknown
         if number:
-            kept.append(KeptKey(keyring.name, row.id, ((data_keys.name, number),)))
+            kept.append(KeptKey(keyring_table.name, row.id, ((data_keys.name, number),)))
         else:
             unused.append(row)
     if unused and not dry_run:
         ids = [row.id for row in unused]
-        connection.execute(sa.delete(keyring).where(keyring.c.id.in_(ids)))
-    return _Replaced(kept, unused)
+        connection.execute(sa.delete(keyring_table).where(keyring_table.c.id.in_(ids)))
+    return _KeyDecision(kept, unused)
 
 
 # --- statements ----------------------------------------------------------------------------------

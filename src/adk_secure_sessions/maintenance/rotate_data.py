@@ -31,7 +31,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     records_of_sessions,
     rows_with_primary_keys,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation, require_same
 from adk_secure_sessions.results import Result, counter, listing
@@ -155,7 +155,7 @@ class DataRotationRun(Rotation):
                 for row in page:
                     try:
                         await self._rotate_owner(table, row)
-                    except UNREADABLE as error:
+                    except ROW_ERRORS as error:
                         self._problems.add_error(error, table.name, row.id)
                 await self._require_checkpoint()
         return self.result.reencrypted > before
@@ -235,9 +235,11 @@ class DataRotationRun(Rotation):
                 with locating_errors(table, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
                         context = record.column.context(record.ids, record.row)
-                        opened = _plaintext(keys, owner_tag, context, record.column, record.stored)
-                        old.append((record, context, opened))
-            except UNREADABLE as error:
+                        plaintext = _plaintext(
+                            keys, owner_tag, context, record.column, record.stored
+                        )
+                        old.append((record, context, plaintext))
+            except ROW_ERRORS as error:
                 if not await self._is_of_new_key(error, owner_tag, record):
                     self._problems.add_error(error, table, record.name)
         if self._dry_run or not old:
@@ -279,8 +281,8 @@ class DataRotationRun(Rotation):
             return 0
         writer = self._db.unit.backends.writer.backend_id
         left: Counter[str] = Counter()
-        masters = await self._db.keyring()
-        counts, _ = await count_records(self._db, self._meter, self.result.since, masters)
+        keyring = await self._db.keyring()
+        counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)
         for records in counts:
             newest = records.newest if records.backend_id == writer else 0
             left[records.table] += records.rows - newest

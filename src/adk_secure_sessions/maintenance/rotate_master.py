@@ -25,7 +25,7 @@ from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problem
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
@@ -38,7 +38,8 @@ from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.pages import Span
 from adk_secure_sessions.storage.queries import DATA_KEYS
-from adk_secure_sessions.storage.schema import data_keys, keyring
+from adk_secure_sessions.storage.schema import data_keys
+from adk_secure_sessions.storage.schema import keyring as keyring_table
 
 
 @dataclass
@@ -132,7 +133,7 @@ class _MasterRotationRun(Rotation):
                 return
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
-            now = max([self.result.since, *(after_creation(keyring, row) for row in masters)])
+            now = max([self.result.since, *(after_creation(keyring_table, row) for row in masters)])
             fresh, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
@@ -142,31 +143,31 @@ class _MasterRotationRun(Rotation):
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.rotated
-        masters = await self._db.keyring()
+        keyring = await self._db.keyring()
         current = (WRAP_BACKEND_ID, self.result.master_id)
         async for rows in all_data_keys(self._db):
-            await self._wrap([row for row in rows if header_ids(row.wrapped) != current], masters)
+            await self._wrap([row for row in rows if header_ids(row.wrapped) != current], keyring)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()
         return self.result.rotated > before
 
-    async def _wrap(self, rows: list[DataKeyRow], masters: Keyring) -> None:
+    async def _wrap(self, rows: list[DataKeyRow], keyring: Keyring) -> None:
         """Wrap the data keys with the new data master; count those that are stored."""
         keys: dict[DataKeyRow, bytes] = {}
         for row in rows:
             try:
-                keys[row] = unwrap_data_key(row, masters)
-            except UNREADABLE as error:
+                keys[row] = unwrap_data_key(row, keyring)
+            except ROW_ERRORS as error:
                 self._problems.add_error(error, data_keys.name, row.id)
         if self._dry_run or not keys:
             self.result.rotated += len(keys)
             return
         master_id = self.result.master_id
         assert master_id is not None, "only a dry run creates no data master"
-        pairs = [(row, wrap_data_key(row, masters, master_id, key)) for row, key in keys.items()]
+        pairs = [(row, wrap_data_key(row, keyring, master_id, key)) for row, key in keys.items()]
         for before, after in pairs:
-            opened = partial(unwrap_data_key, after, masters)
-            require_same(data_keys.name, after.id, keys[before], opened)
+            decrypt = partial(unwrap_data_key, after, keyring)
+            require_same(data_keys.name, after.id, keys[before], decrypt)
         await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
         new = {after for _, after in pairs}
         ids = [before.id for before, _ in pairs]  # authentic: another id may be any integer
@@ -195,9 +196,9 @@ def _insert_master(
     open the database with *row*, which is bound to *database_id*.
     """
     is_separated = meta.read(connection, meta.DATABASE_ID, lock=True) != database_id.hex()
-    number = connection.scalar(number_of(keyring))
+    number = connection.scalar(number_of(keyring_table))
     if number == known and not is_separated:
-        connection.execute(sa.insert(keyring).values(row._asdict()))
+        connection.execute(sa.insert(keyring_table).values(row._asdict()))
 
 
 def _rewrap(
@@ -219,7 +220,9 @@ _REWRAP = (
         data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
         # Require that the new data master still exists.  If another rotation has replaced the new
         # data master before any data key was wrapped with it, `retire` may have deleted it.
-        sa.select(sa.literal_column("1")).where(keyring.c.id == sa.bindparam("master_id")).exists(),
+        sa.select(sa.literal_column("1"))
+        .where(keyring_table.c.id == sa.bindparam("master_id"))
+        .exists(),
     )
     .values(wrapped=sa.bindparam("new", type_=data_keys.c.wrapped.type))
 )

@@ -23,12 +23,13 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE, Problems
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS
-from adk_secure_sessions.storage.schema import data_keys, keyring
+from adk_secure_sessions.storage.schema import data_keys
+from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import Survey
 
 _PASSES = 3  # the maximum number of passes of a run
@@ -138,8 +139,8 @@ class Rotation(ABC):
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
-            master = (await self._db.keyring()).index_master
-            own = [run for run in unfinished(stored, master) if run.rotation == self._name]
+            index_master = (await self._db.keyring()).index_master
+            own = [run for run in unfinished(stored, index_master) if run.rotation == self._name]
             if own:
                 self.result.since, self.result.resumed = own[0].since, True
                 if self.result.since is None or not own[0].genuine:
@@ -151,7 +152,7 @@ class Rotation(ABC):
                     )
                 return
             self.result.since = await later_than_all_keys(self._db)
-            mac = master.mac("checkpoint", self._checkpoint, str(self.result.since))
+            mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
             if self._dry_run or await self._db.unit.change(write):
@@ -173,15 +174,15 @@ class Rotation(ABC):
             raise SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
 
 
-def require_same(table: str, row: object, plaintext: bytes, opened: Callable[[], bytes]) -> None:
-    """Raise SecureSessionError unless *opened* decrypts the new value of *row* to *plaintext*.
+def require_same(table: str, row: object, plaintext: bytes, decrypt: Callable[[], bytes]) -> None:
+    """Raise SecureSessionError unless *decrypt* decrypts the new value of *row* to *plaintext*.
 
     Call this before the old value is replaced.  A third party's backend that fails for some sizes,
     or a fault of the memory, must not destroy data.
     """
     try:
-        is_same = opened() == plaintext
-    except UNREADABLE:
+        is_same = decrypt() == plaintext
+    except ROW_ERRORS:
         is_same = False
     if not is_same:
         raise SecureSessionError(
@@ -200,13 +201,13 @@ async def later_than_all_keys(db: Database) -> int:
     """
     latest = time.time_ns() // 1000
     for master in await authentic_masters(db, await db.survey()):
-        latest = max(latest, after_creation(keyring, master))
-    masters = await db.keyring()
+        latest = max(latest, after_creation(keyring_table, master))
+    keyring = await db.keyring()
     size = db.limits.keys_per_page
     walk = pages(db.unit.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for page in walk:
         for key in page:
-            if can_unwrap(key, masters):
+            if can_unwrap(key, keyring):
                 latest = max(latest, after_creation(data_keys, key))
     return latest
 
@@ -238,16 +239,16 @@ _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_
 
 
 def unfinished(
-    stored: Mapping[str, str], master: IndexMaster | None
+    stored: Mapping[str, str], index_master: IndexMaster | None
 ) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations with a checkpoint in *stored*; *master*, if given, authenticates them."""
+    """Yield the rotations with a checkpoint in *stored*; *index_master* may authenticate them."""
     for name, value in sorted(stored.items(), key=str):
         if str(name).startswith(meta.ROTATION):
             written = _CHECKPOINT.fullmatch(str(value))
             since = int(written["since"]) if written else _YEAR_10000
             genuine = None
-            if master is not None:
-                mac = master.mac("checkpoint", name, str(since)).hex()
+            if index_master is not None:
+                mac = index_master.mac("checkpoint", name, str(since)).hex()
                 genuine = written is not None and hmac.compare_digest(written["mac"], mac)
             known = since if since < _YEAR_10000 else None
             yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, genuine)

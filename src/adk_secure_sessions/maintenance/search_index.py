@@ -22,7 +22,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.problems import (
-    UNREADABLE,
+    ROW_ERRORS,
     Problem,
     Problems,
     orphaned_in_index,
@@ -179,7 +179,7 @@ class _Filler:
                 self.result.written += written
                 self.result.users += table is users
                 self.result.sessions += table is sessions
-        except UNREADABLE as error:
+        except ROW_ERRORS as error:
             self.problems.add_error(error, table.name, row.id)
             self.result.bad += 1
         await self.meter.advance()

@@ -40,7 +40,8 @@ from adk_secure_sessions.storage.feature_list import (
     check_features,
     separation_rows,
 )
-from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, migrated
+from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
+from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import FeatureName, TableSet, check, survey_database
 
 _CHANGED = (
@@ -99,47 +100,49 @@ async def separate(
             this run; or another run of `separate` was first.
     """
     await _finish_ids(db)
-    opened = await db.keyring()
+    keyring = await db.keyring()
     # If no old data master is left, begin a new separation: an attacker may have replayed the
     # stored state of an ended separation, so that this copy seems to be separated already.
-    resumed = opened.separation is not None and bool(
-        opened.separation.master_ids & opened.masters.keys()
+    resumed = keyring.separation is not None and bool(
+        keyring.separation.master_ids & keyring.masters.keys()
     )
     if not resumed:
         await _begin(db)
     options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
     await _drop_rows_of_original(db)
-    opened = await db.keyring()
-    separation = opened.separation
+    keyring = await db.keyring()
+    separation = keyring.separation
     if separation is None:
         raise SecureSessionError(
             "another run of `separate` has ended the separation: run `check`", retryable=True
         )
-    result = Separated(opened.database_id.hex(), resumed)
-    are_replaced = await _replace_keys(db, opened, separation, options)
+    result = Separated(keyring.database_id.hex(), resumed)
+    are_replaced = await _replace_keys(db, keyring, separation, options)
     if are_replaced:
         retirement = await retire(db, **options)
         result.data_keys, result.masters = retirement.data_keys, retirement.masters
     remaining = (await db.reread_keyring()).masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
-    ((old,),) = await db.unit.read_keys(_OLD_DATA_KEYS, {"since": separation.since})
+    ((old,),) = await db.unit.read_keys(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
     result.kept = len(remaining) + int(old)
     result.complete = are_replaced and not result.kept
     if result.complete:
-        await _end(db, opened)
-        if opened.has_audit_table:
+        await _end(db, keyring)
+        if keyring.has_audit_table:
             await db.reread_keyring()
             await db.keyring()  # store in the audit trail of the copy that this command has run
     return result
 
 
 async def _replace_keys(
-    db: Database, opened: Keyring, separation: Separation, options: dict[str, Any]
+    db: Database, keyring: Keyring, separation: Separation, options: dict[str, Any]
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
     stored = (await db.survey()).meta_rows
-    is_due = f"{meta.ROTATION}master" in stored or not opened.masters.keys() - separation.master_ids
+    is_due = (
+        f"{meta.ROTATION}master" in stored or not keyring.masters.keys() - separation.master_ids
+    )
     if is_due and not (await rotate_master(db, **options)).succeeded:
         return False
     # Records that are not encrypted with the current data key, or with one that is too old.
@@ -149,28 +152,28 @@ async def _replace_keys(
     return not is_left or (await rotate_data(db, **options)).succeeded
 
 
-_OLD_DATA_KEYS = number_of(
+_NUMBER_OF_OLD_DATA_KEYS = number_of(
     data_keys, data_keys.c.created_at < sa.bindparam("since", type_=sa.BigInteger)
 )
 
 
 async def _begin(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
-    survey, opened = await db.survey(), await db.keyring()
-    check_features(survey, opened)  # reject a tampered list: the new list contains its features
+    survey, keyring = await db.survey(), await db.keyring()
+    check_features(survey, keyring)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
-    old_id, new_id = opened.database_id, secrets.token_bytes(16)
-    masters = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
-    if len(masters) > _MAX_MASTERS:
+    old_id, new_id = keyring.database_id, secrets.token_bytes(16)
+    master_ids = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
+    if len(master_ids) > _MAX_MASTERS:
         raise ConfigurationError(
-            f"the keyring has {len(masters)} data masters, and at most {_MAX_MASTERS} can be "
+            f"the keyring has {len(master_ids)} data masters, and at most {_MAX_MASTERS} can be "
             "separated: run `retire` first"
         )
-    separation = Separation(old_id, await later_than_all_keys(db), masters)
+    separation = Separation(old_id, await later_than_all_keys(db), master_ids)
     roots = db.unit.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
-    meta_rows = separation_rows(separation, opened.index_master, new_id, survey.features)
+    meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
     old = (old_id.hex(), survey.meta_rows[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, meta_rows, old)
     if not await db.unit.change_keys(work):
@@ -194,8 +197,8 @@ async def _finish_ids(db: Database) -> None:
     check(survey, TableSet.KEYS, create_tables=False)
     assert survey.database_id is not None, "the check requires it"
     writer, roots = db.unit.backends.writer.root_key.key_id, db.unit.backends.roots
-    opened: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)
-    check_features(survey, opened)
+    keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)
+    check_features(survey, keyring)
     await db.unit.change(partial(_set_id, old_id, survey.database_id.hex()))
 
 
@@ -237,7 +240,7 @@ def _store(
     # An earlier attempt may have been committed, although its connection was lost.
     if current[0] == meta_rows[meta.DATABASE_ID]:
         return True
-    is_same = connection.scalar(number_of(keyring)) == len(old) and tuple(current) == expected
+    is_same = connection.scalar(number_of(keyring_table)) == len(old) and tuple(current) == expected
     if not (is_same and replace_master_keys(old, new, connection)):
         return False
     for name, value in meta_rows.items():
@@ -254,13 +257,13 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     meta.remove_checkpoints(connection)
 
 
-async def _end(db: Database, opened: Keyring) -> None:
+async def _end(db: Database, keyring: Keyring) -> None:
     survey = await db.survey()
-    check_features(survey, opened)  # reject a tampered list: the new list contains its features
+    check_features(survey, keyring)  # reject a tampered list: the new list contains its features
     if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
     features = survey.features - {FeatureName.SEPARATING, FeatureName.MIGRATION}
-    value = authenticated_features(opened.index_master, opened.database_id, features)
+    value = authenticated_features(keyring.index_master, keyring.database_id, features)
 
     def end(connection: sa.Connection) -> bool:
         if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):

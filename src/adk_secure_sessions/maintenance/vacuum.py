@@ -54,21 +54,23 @@ async def vacuum(db: Database) -> Vacuum:
     places[keys] = tuple(dict.fromkeys(places.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []
     for executor, tables in places.items():
-        obstacles += await rewrite(executor, tables, db.limits.lock_wait)
+        obstacles += await rewrite_tables(executor, tables, db.limits.lock_wait)
     return Vacuum(not obstacles, tuple(obstacles))
 
 
-async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite: bool) -> str:
+async def clear_deleted_bytes(
+    executor: Executor, table: sa.Table, lock_wait: int, *, rewrites_table: bool
+) -> str:
     """Remove the bytes of deleted rows from the file that stores *table*, or return why not.
 
-    If *rewrite* is True, rewrite the table (SQLite: the whole file); services wait until this
-    is done.  Otherwise only empty the write-ahead log of SQLite.  Wait *lock_wait* seconds for
-    a lock.
+    If *rewrites_table* is True, rewrite the table (SQLite: the whole file); services wait until
+    this is done.  Otherwise only empty the write-ahead log of SQLite.  Wait *lock_wait* seconds
+    for a lock.
     """
 
     def work(connection: sa.Connection) -> str:
         dialect = dialect_of(connection)
-        if rewrite:
+        if rewrites_table:
             return dialect.rewrite(connection, table, lock_wait)
         return dialect.empty_log(connection, lock_wait)
 
@@ -82,11 +84,13 @@ async def clear(executor: Executor, table: sa.Table, lock_wait: int, *, rewrite:
         return str(error)
 
 
-async def rewrite(executor: Executor, tables: Sequence[sa.Table], lock_wait: int) -> list[str]:
+async def rewrite_tables(
+    executor: Executor, tables: Sequence[sa.Table], lock_wait: int
+) -> list[str]:
     """Rewrite all *tables* of this package in a database; return the reasons why not."""
     dialect = await repeated(lambda: executor.run(dialect_of, commit=False))
     obstacles = []
     for table in tables[:1] if dialect.has_one_file else tables:
-        if obstacle := await clear(executor, table, lock_wait, rewrite=True):
+        if obstacle := await clear_deleted_bytes(executor, table, lock_wait, rewrites_table=True):
             obstacles.append(obstacle if dialect.has_one_file else f"{table.name}: {obstacle}")
     return obstacles

@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     sessions_with_ids,
 )
 from adk_secure_sessions.maintenance.problems import (
-    UNREADABLE,
+    ROW_ERRORS,
     Problem,
     Problems,
     orphans,
@@ -201,7 +201,7 @@ class _Verifier:
                 self.result.users += 1
             else:
                 self.result.apps += 1
-        except UNREADABLE as error:
+        except ROW_ERRORS as error:
             if table is apps and not self._has_own_name(row):
                 self._misnamed_apps.add(row.id)
             # If the name of a user's app was modified, that is the cause, and was reported.
@@ -250,7 +250,7 @@ class _Verifier:
                             f"{row.number} or a later one: an older row was replayed",
                             Reason.MISMATCH,
                         ).located(migrated.name, row.tag.hex())
-                except UNREADABLE as error:
+                except ROW_ERRORS as error:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
         try:
@@ -262,7 +262,7 @@ class _Verifier:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
             return self._index_master.tag_of(decode_text(row.app_name)) == row.tag
-        except UNREADABLE:
+        except ROW_ERRORS:
             return False
 
     async def check_session(self, stored: SessionWithIds) -> None:
@@ -303,7 +303,7 @@ class _Verifier:
                     self.result.sessions += 1
                     self.result.events += len(history)
                     await self._check_indexed(identity, of_user=False)
-        except UNREADABLE as error:
+        except ROW_ERRORS as error:
             self.result.unchecked += self.problems.add_error(error, sessions.name, stored.id)
         await self._meter.advance(rows)
 
@@ -325,15 +325,15 @@ async def _find_orphans(db: Database, problems: Problems, *of_features: sa.Table
 
 async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
     """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
-    masters = await db.keyring()
+    keyring = await db.keyring()
     detail = "its owner's row was removed"
     if db.unit.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     async for rows in all_data_keys(db):
         for row in rows:
             try:
-                unwrap_data_key(row, masters)
-            except UNREADABLE as error:
+                unwrap_data_key(row, keyring)
+            except ROW_ERRORS as error:
                 problems.add_error(error, data_keys.name, row.id)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         known = {

@@ -295,7 +295,7 @@ class AdkQueries:
 
     def _events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the three ids and the columns of each event, in the order of google-adk."""
-        second = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
+        tie_breaker = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
         if self._is_mysql:
             query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _OF_SESSION)
             query = query.where(self._is_one_of(_SESSION_KEY, keys))
@@ -303,7 +303,7 @@ class AdkQueries:
             # With a join, SQLite would scan the whole index of `events`.
             query = sa.select(*_EVENT_KEY, *self._selected)
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
-        return connection.execute(query.order_by(_e.c.timestamp, second)).all()
+        return connection.execute(query.order_by(_e.c.timestamp, tie_breaker)).all()
 
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
         """Convert a row of `with_events` or `lookup`, and the rows of its events."""

@@ -9,7 +9,7 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.maintenance import Database, Progress
-from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted import stored_content, stored_state
 from adk_secure_sessions.migration.source_walk import (
@@ -18,8 +18,8 @@ from adk_secure_sessions.migration.source_walk import (
     Finding,
     Findings,
     Fingerprints,
-    SessionPair,
-    StatePair,
+    SessionItem,
+    StateItem,
     Walk,
     packed,
     undecryptable,
@@ -155,79 +155,79 @@ class ComparisonRun:
             result.withdrawn = await db.imports.withdraw_migration()
         return self._findings.write_to(result, began)
 
-    async def _compare(self, pair: SessionPair) -> None:
-        reason = await self._reason(pair)
-        if reason and not isinstance(pair.content, Unreadable):
+    async def _compare(self, item: SessionItem) -> None:
+        reason = await self._reason(item)
+        if reason and not isinstance(item.content, Unreadable):
             # A service or another run may have written meanwhile: compare once more.
-            again = await self.walk.read_again(pair)
+            again = await self.walk.read_again(item)
             if again is None:
                 return
-            pair, reason = again, await self._reason(again)
+            item, reason = again, await self._reason(again)
         self._result.sessions += 1
-        if isinstance(pair.content, SessionContent):
-            self._result.events += len(pair.content.events)
+        if isinstance(item.content, SessionContent):
+            self._result.events += len(item.content.events)
         else:
             self._result.bad += 1
         if not reason:
             # A session that was deleted in the target has no copy that could be equal.
-            self._result.equal += pair.status is not ImportStatus.DELETED
+            self._result.equal += item.status is not ImportStatus.DELETED
         elif reason == _MISSING:
             self._result.missing += 1
-        elif isinstance(pair.content, SessionContent):
+        elif isinstance(item.content, SessionContent):
             self._result.different += 1
         if reason:
-            self._findings.add(pair.tag, reason, *pair.ids)
+            self._findings.add(item.tag, reason, *item.ids)
         await self._meter.advance()
 
-    async def _reason(self, pair: SessionPair) -> str:
+    async def _reason(self, item: SessionItem) -> str:
         """Return why the session is not equal; empty if it is, or was continued or deleted."""
-        if isinstance(pair.content, Unreadable):
-            return pair.content.reason
-        assert pair.content is not None
-        if pair.status is ImportStatus.NEW:
+        if isinstance(item.content, Unreadable):
+            return item.content.reason
+        assert item.content is not None
+        if item.status is ImportStatus.NEW:
             return _MISSING
-        if pair.status in CONFLICTS:
-            return CONFLICTS[pair.status]
+        if item.status in CONFLICTS:
+            return CONFLICTS[item.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
-        copy, problem = await _read(stored_content(self._db, *pair.ids))
+        copy, problem = await _read(stored_content(self._db, *item.ids))
         if problem:
             return problem
-        if copy is None or pair.status is ImportStatus.DELETED:
+        if copy is None or item.status is ImportStatus.DELETED:
             return ""
-        copied = pair.copied_events if pair.status is ImportStatus.CONTINUED else None
-        fields = differences(pair.content, copy, copied=copied)
+        copied = item.copied_events if item.status is ImportStatus.CONTINUED else None
+        fields = differences(item.content, copy, copied=copied)
         if not fields:
             return ""
         reason = f"different: {', '.join(fields)}"
-        return f"{_OLDER}; {reason}" if pair.status is ImportStatus.OLDER else reason
+        return f"{_OLDER}; {reason}" if item.status is ImportStatus.OLDER else reason
 
-    async def _compare_state(self, pair: StatePair) -> None:
+    async def _compare_state(self, item: StateItem) -> None:
         self._result.states += 1
-        content = pair.content
+        content = item.content
         if isinstance(content, Unreadable):
             self._result.bad += 1
-            self._findings.add(pair.tag, content.reason, *pair.ids)
+            self._findings.add(item.tag, content.reason, *item.ids)
             return
         assert content is not None
-        if reason := await self._state_reason(pair, content):
-            reason = await self._state_reason(await self.walk.state_read_again(pair), content)
+        if reason := await self._state_reason(item, content):
+            reason = await self._state_reason(await self.walk.state_read_again(item), content)
         if reason:
             self._result.different += 1
-            self._findings.add(pair.tag, reason, *pair.ids)
+            self._findings.add(item.tag, reason, *item.ids)
         else:
-            self.equal_states.add(packed(*pair.ids) + content)
+            self.equal_states.add(packed(*item.ids) + content)
 
-    async def _state_reason(self, pair: StatePair, state: bytes) -> str:
+    async def _state_reason(self, item: StateItem, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""
-        stored, problem = await _read(stored_state(self._db, *pair.ids))
+        stored, problem = await _read(stored_state(self._db, *item.ids))
         if stored is None:
             return problem
-        if pair.status in (ImportStatus.CONTINUED, ImportStatus.DELETED) or json_text.same_json(
+        if item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED) or json_text.same_json(
             json_text.load_state(state), json_text.load_state(stored)
         ):
             return ""
-        return _STATE_REASONS[pair.status]
+        return _STATE_REASONS[item.status]
 
 
 _STATE_REASONS = {
@@ -242,7 +242,7 @@ async def _read(read: Awaitable[Any]) -> tuple[Any, str]:
     """Return what the target has, or None and why it cannot be decrypted."""
     try:
         return await read, ""
-    except UNREADABLE as error:
+    except ROW_ERRORS as error:
         return None, undecryptable(error)
 
 

@@ -21,7 +21,7 @@ from adk_secure_sessions.maintenance.decrypted_rows import (
     read_owner,
     sessions_with_ids,
 )
-from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
@@ -124,7 +124,7 @@ class EncryptedSource(Source):
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
                             with locating_errors(table.name, row.id):
                                 states[ids] = load_state(owner.state)
-                    except UNREADABLE as error:
+                    except ROW_ERRORS as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
                         states[ids] = Unreadable(reason_of(error), has_ids=False)
@@ -176,7 +176,7 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
         return Unreadable(session.reason, has_ids=False)
     try:
         content = await stored_content(db, *session.ids)
-    except UNREADABLE as error:
+    except ROW_ERRORS as error:
         return Unreadable(reason_of(error))
     has_expired = (
         content is not None and content.expires_at is not None and content.expires_at <= _now()
@@ -218,7 +218,7 @@ async def stored_state(db: Database, app_name: str, user_id: str | None = None) 
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason in *error*, one of `UNREADABLE`, without content."""
+    """Return the reason in *error*, one of `ROW_ERRORS`, without content."""
     return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
 
 

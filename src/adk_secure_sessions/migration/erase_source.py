@@ -10,7 +10,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import repeated
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
-from adk_secure_sessions.maintenance.vacuum import rewrite
+from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
@@ -113,7 +113,7 @@ async def erase_source(
 
     try:
         is_deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
-        obstacles = await rewrite(writer, TABLES, db.limits.lock_wait) if is_deleted else []
+        obstacles = await rewrite_tables(writer, TABLES, db.limits.lock_wait) if is_deleted else []
     finally:
         await writer.close()
         if attempts and comparison.completed:

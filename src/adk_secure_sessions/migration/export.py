@@ -14,7 +14,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import UNREADABLE
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
 from adk_secure_sessions.migration.encrypted import EncryptedSource, reason_of, stored_state
@@ -283,7 +283,7 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
         """Write a line; return False if the state of the app or of the user is unreadable."""
         try:
             line = _line(ids, await state_of(ids[0]), await state_of(*ids[:2]), content)
-        except UNREADABLE as error:
+        except ROW_ERRORS as error:
             run.reject(ids, reason_of(error))
             return False
         write(line)

@@ -132,7 +132,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self._is_complete = False
         self._log_at = 0.0
         self._has_warned = False  # of a state that a service without fallback has written
-        self._copies = 0  # how often this object has copied states
+        self._copy_runs = 0  # how often this object has copied states
 
     @property
     def service(self) -> EncryptedSessionService:
@@ -219,7 +219,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         of_source = await self._sessions_of(app_name, user_id)
         users: set[str] = set()
         while True:
-            copies = self._copies
+            copy_runs = self._copy_runs
             response = await listing()
             new = {session.user_id for session in response.sessions}
             new |= {session.user_id for session in of_source}
@@ -227,7 +227,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             await self._copy_states(app_name, *new)
             # `migrate` copies states after sessions.  If a state was not copied when the database
             # was read, the listing lacks it: list the sessions again.
-            if not new or self._copies == copies:
+            if not new or self._copy_runs == copy_runs:
                 break
             users |= new
         known = {(session.app_name, session.user_id, session.id) for session in response.sessions}
@@ -323,7 +323,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         return not self._is_complete
 
     async def _is_superseded(self, ids: _SessionIds) -> bool:
-        return bool(await self._imports.imported([ids]))
+        return bool(await self._imports.rows_for([ids]))
 
     async def _settled_owners(self) -> Lru[Ids, bool]:
         """Return the cache of owners whose state was copied or erased, which is never undone.
@@ -378,7 +378,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """Return the sessions of the source that no row of `secure_migrated` supersedes."""
         contents = {}
         async for batch in self._batches(self._source.sessions_of(app_name, user_id)):
-            superseded = await self._imports.imported(session.ids for session in batch)
+            superseded = await self._imports.rows_for(session.ids for session in batch)
             for session, content in batch.items():
                 if session.ids in superseded:
                     continue
@@ -418,7 +418,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         unknown = {owner for owner in owners if not cache.get(owner)}
         if not unknown:
             return
-        missing = unknown - (await self._imports.imported(unknown)).keys()
+        missing = unknown - (await self._imports.rows_for(unknown)).keys()
         states = await self._states_of(app_name, missing)
 
         async def store(owner: Ids) -> ImportStatus:
@@ -433,7 +433,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             )
         for owner in unknown:
             cache.put(owner, True)
-        self._copies += 1
+        self._copy_runs += 1
 
     async def _copy(self, ids: _SessionIds) -> bool:
         """Copy a session, whose states were copied; return False if the source does not have it."""

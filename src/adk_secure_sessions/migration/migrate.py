@@ -21,9 +21,9 @@ from adk_secure_sessions.migration.source_walk import (
     TOO_LARGE,
     Finding,
     Findings,
-    Pair,
-    SessionPair,
-    StatePair,
+    SessionItem,
+    SourceItem,
+    StateItem,
     Stop,
     Walk,
 )
@@ -205,52 +205,52 @@ class _MigrationRun:
             # The first session of each app and of each user is copied before the others.  Imports
             # that create an owner's data key at the same time would store all their keys in a key
             # database, and use only one.
-            due = {pair.ids: pair for pair in sessions if isinstance(pair.content, SessionContent)}
+            due = {item.ids: item for item in sessions if isinstance(item.content, SessionContent)}
             for length in 1, 2:
                 first = {ids[:length]: ids for ids in reversed(due)}.values()
                 await in_groups(number, self._copy_session, [due.pop(ids) for ids in first])
-            others = [pair for pair in sessions if not isinstance(pair.content, SessionContent)]
+            others = [item for item in sessions if not isinstance(item.content, SessionContent)]
             await in_groups(number, self._copy_session, [*due.values(), *others])
         async for batch in self.walk.states():
             await in_groups(number, self._copy_state, batch)
 
-    async def _copy_session(self, pair: SessionPair) -> None:
-        status, content = pair.status, pair.content
+    async def _copy_session(self, item: SessionItem) -> None:
+        status, content = item.status, item.content
         if isinstance(content, SessionContent):
             await self.throttle.advance(len(content.events))
             try:
-                status = await self._import(pair, content)
+                status = await self._import(item, content)
             except ConversionError as error:
                 content = Unreadable(str(error))
         if isinstance(content, Unreadable):
-            self._report_bad(pair, content.reason)
+            self._report_bad(item, content.reason)
         elif content is not None and status.is_due:
             self.result.copied += 1
             self.result.events += len(content.events)
             expires_at = self._expires_at(content)
             self.result.expired += expires_at is not None and expires_at <= time.time_ns() // 1000
-        elif not self._is_conflict(pair, status):
+        elif not self._report_if_conflict(item, status):
             self.result.unchanged += 1
         await self.meter.advance()
 
-    async def _import(self, pair: SessionPair, content: SessionContent) -> ImportStatus:
-        assert pair.session is not None
+    async def _import(self, item: SessionItem, content: SessionContent) -> ImportStatus:
+        assert item.session is not None
         try:
             state = json_text.encode_state(content.state)
         except ValueError:
             raise ConversionError(TOO_LARGE) from None
-        is_older = pair.status is ImportStatus.OLDER
-        if is_older and self.is_erased and not await self._may_replace_copy(pair, content):
+        is_older = item.status is ImportStatus.OLDER
+        if is_older and self.is_erased and not await self._may_replace_copy(item, content):
             return ImportStatus.CONFLICT
         if not self.writes:
-            return pair.status
+            return item.status
         return await self.target.imports.import_session(
-            *pair.session.ids,
+            *item.session.ids,
             state=state,
             events=content.events,
             created_at=content.created_at,
             updated_at=content.updated_at,
-            source_version=pair.session.version,
+            source_version=item.session.version,
             replace=is_older,
             expires_at=self._expires_at(content),
         )
@@ -260,57 +260,57 @@ class _MigrationRun:
             return content.updated_at + self.lifetime
         return content.expires_at
 
-    def _is_conflict(self, pair: Pair[Any], status: ImportStatus) -> bool:
-        """Return whether *status* is a conflict; if it is, count and list *pair*."""
+    def _report_if_conflict(self, item: SourceItem[Any], status: ImportStatus) -> bool:
+        """Return whether *status* is a conflict; if it is, count and list *item*."""
         if status not in CONFLICTS:
             return False
         self.result.conflicts += 1
-        self.findings.add(pair.tag, CONFLICTS[status], *pair.ids)
+        self.findings.add(item.tag, CONFLICTS[status], *item.ids)
         return True
 
-    async def _may_replace_copy(self, pair: SessionPair, content: SessionContent) -> bool:
+    async def _may_replace_copy(self, item: SessionItem, content: SessionContent) -> bool:
         """Return True if the target has no copy, or if *content* begins with all its events.
 
         If the source was erased, the copy may be the only one, and somebody may since have
         created another session with the same ids in the source.  Such a session must not
         replace the copy.
         """
-        copy = await stored_content(self.target, *pair.ids)
+        copy = await stored_content(self.target, *item.ids)
         if copy is None:
             return True
         number = len(copy.events)
         beginning = content._replace(events=content.events[:number])
         return not differences(beginning, copy, copied=number)
 
-    async def _copy_state(self, pair: StatePair) -> None:
-        status = pair.status
-        if isinstance(pair.content, Unreadable):
-            self._report_bad(pair, pair.content.reason)
-        elif pair.content is not None and (status.is_due or status in CONFLICTS):
+    async def _copy_state(self, item: StateItem) -> None:
+        status = item.status
+        if isinstance(item.content, Unreadable):
+            self._report_bad(item, item.content.reason)
+        elif item.content is not None and (status.is_due or status in CONFLICTS):
             if self.writes:
                 status = await self.target.imports.import_state(
-                    pair.ids, pair.content, replace=not self.is_erased
+                    item.ids, item.content, replace=not self.is_erased
                 )
             elif self.walk.index is not None:
-                status = await self._expected(pair, pair.content)
-            self._is_conflict(pair, status)
+                status = await self._expected(item, item.content)
+            self._report_if_conflict(item, status)
             self.result.states += status.is_due
 
-    async def _expected(self, pair: StatePair, state: bytes) -> ImportStatus:
+    async def _expected(self, item: StateItem, state: bytes) -> ImportStatus:
         """Return what `import_state` would return.  It compares states and not versions."""
-        stored = await stored_state(self.target, *pair.ids)
-        if pair.status is ImportStatus.NEW:
+        stored = await stored_state(self.target, *item.ids)
+        if item.status is ImportStatus.NEW:
             is_same = json_text.same_json(*map(json_text.load_state, (state, stored)))
             return ImportStatus.NEW if is_same or stored == b"{}" else ImportStatus.SAME_ID
-        copy = (await self.target.imports.imported([pair.ids]))[pair.ids]
+        copy = (await self.target.imports.rows_for([item.ids]))[item.ids]
         if copy.row.is_tombstone or copy.stored is None:
             return ImportStatus.DELETED
         can_replace = copy.has_state(stored) and not self.is_erased
         return ImportStatus.OLDER if can_replace else ImportStatus.CONFLICT
 
-    def _report_bad(self, pair: Pair[Any], reason: str) -> None:
+    def _report_bad(self, item: SourceItem[Any], reason: str) -> None:
         self.result.bad += 1
-        self.findings.add(pair.tag, reason, *pair.ids)
+        self.findings.add(item.tag, reason, *item.ids)
         if not self.skip_bad:
             raise Stop
 

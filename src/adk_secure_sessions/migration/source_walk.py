@@ -1,6 +1,6 @@
 """One walk over the sessions and states of a source, each with its status in the target.
 
-`migrate` and `compare` visit the pairs that a `Walk` yields, and `Findings` lists those that need
+`migrate` and `compare` visit the items that a `Walk` yields, and `Findings` lists those that need
 attention.
 """
 
@@ -52,7 +52,7 @@ class Stop(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair(Generic[C]):
+class SourceItem(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
 
     *tag* is empty if the target has no keys, or if the ids cannot be decrypted.  *content* is None
@@ -68,8 +68,8 @@ class Pair(Generic[C]):
     copied_events: int = 0
 
 
-SessionPair = Pair[SessionContent]
-StatePair = Pair[bytes]
+SessionItem = SourceItem[SessionContent]
+StateItem = SourceItem[bytes]
 
 
 @dataclass(repr=False, eq=False)
@@ -106,17 +106,17 @@ class Walk:
         """Return the blind index in the target; empty if it has no keys, or *ids* are no ids."""
         return self.index.tag_of(*ids) if self.index and has_ids else b""
 
-    async def sessions(self) -> AsyncIterator[Sequence[SessionPair]]:
+    async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._listed():
             for session in listed:
                 self.listed_versions.add(packed(*session))
-            pairs = await self._session_pairs(listed)
-            for pair in pairs:
-                self._tags.add(pair.tag)
-            if left := [pair for pair in pairs if pair.status not in self.wanted]:
+            items = await self._session_items(listed)
+            for item in items:
+                self._tags.add(item.tag)
+            if left := [item for item in items if item.status not in self.wanted]:
                 yield left
-            if read := await self._with_contents([p for p in pairs if p.status in self.wanted]):
+            if read := await self._with_contents([p for p in items if p.status in self.wanted]):
                 yield read
 
     async def _listed(self) -> AsyncIterator[Sequence[SourceSession]]:
@@ -125,22 +125,22 @@ class Walk:
             self._app_names.update(session.app_name for session in listed)
             yield listed
 
-    async def read_again(self, pair: SessionPair) -> SessionPair | None:
-        """Return *pair* with its present status and content; None if the source deleted it."""
-        assert pair.session is not None
-        filled = await self._with_contents(await self._session_pairs([pair.session]))
+    async def read_again(self, item: SessionItem) -> SessionItem | None:
+        """Return *item* with its present status and content; None if the source deleted it."""
+        assert item.session is not None
+        filled = await self._with_contents(await self._session_items([item.session]))
         return filled[0] if filled else None
 
-    async def states(self) -> AsyncIterator[Sequence[StatePair]]:
+    async def states(self) -> AsyncIterator[Sequence[StateItem]]:
         """Yield the states of users, and then those of apps, in batches."""
         async for batch in self.source.states(self.selection):
             self._app_names.update(ids[0] for ids in batch)
-            yield await self._state_pairs(encode_states(batch))
+            yield await self._state_items(encode_states(batch))
 
-    async def state_read_again(self, pair: StatePair) -> StatePair:
-        """Return *pair* with its present status in the target."""
-        assert pair.content is not None
-        return (await self._state_pairs({pair.ids: pair.content}))[0]
+    async def state_read_again(self, item: StateItem) -> StateItem:
+        """Return *item* with its present status in the target."""
+        assert item.content is not None
+        return (await self._state_items({item.ids: item.content}))[0]
 
     def has_visited(self, session: SourceSession) -> bool:
         """Return whether the walk has yielded this version of a session."""
@@ -183,7 +183,7 @@ class Walk:
                 is_others = has_apps and ids[0] not in self._app_names
                 if found.columns.tag != tag or has_expired or is_others:
                     continue
-                copy = (await self.target.imports.imported([ids])).get(ids)
+                copy = (await self.target.imports.rows_for([ids])).get(ids)
                 if copy and copy.is_untouched:
                     yield ids, tag, copy.row
 
@@ -207,51 +207,51 @@ class Walk:
                 if known not in self._tags:
                     self._unlisted_copies[known] = row
 
-    async def _session_pairs(self, listed: Sequence[SourceSession]) -> list[SessionPair]:
+    async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index is None:
-            return [Pair(session.ids, session=session) for session in listed]
+            return [SourceItem(session.ids, session=session) for session in listed]
         imports, read = self.target.imports, self.target.unit.read
         known = [session for session in listed if session.has_ids]
-        copies = await imports.imported([session.ids for session in known])
+        copies = await imports.rows_for([session.ids for session in known])
         tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in listed}
         new = [tags[session] for session in known if session.ids not in copies]
         others = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
         if others:
             # Another run may have copied a session after the first query.
-            copies |= await imports.imported(
+            copies |= await imports.rows_for(
                 session.ids for session in known if tags[session] in others
             )
-        pairs: list[SessionPair] = []
+        items: list[SessionItem] = []
         for session, tag in tags.items():
             status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.version))
                 number = copy.row.number
-            pairs.append(Pair(session.ids, tag, status, None, session, number))
-        return pairs
+            items.append(SourceItem(session.ids, tag, status, None, session, number))
+        return items
 
-    async def _state_pairs(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StatePair]:
+    async def _state_items(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StateItem]:
         """Return the status of the state of each owner in *encoded*: the state in the source."""
-        copies = await self.target.imports.imported(encoded) if self.index else {}
-        pairs: list[StatePair] = []
+        copies = await self.target.imports.rows_for(encoded) if self.index else {}
+        items: list[StateItem] = []
         for ids, state in encoded.items():
             status = ImportStatus.NEW
             if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
             has_ids = isinstance(state, bytes) or state.has_ids
-            pairs.append(Pair(ids, self.tag(ids, has_ids=has_ids), status, state))
-        return pairs
+            items.append(SourceItem(ids, self.tag(ids, has_ids=has_ids), status, state))
+        return items
 
-    async def _with_contents(self, pairs: Sequence[SessionPair]) -> list[SessionPair]:
-        contents = await self.source.read([pair.session for pair in pairs if pair.session])
+    async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:
+        contents = await self.source.read([item.session for item in items if item.session])
         filled = []
-        for pair in pairs:
-            content = pair.session and contents.get(pair.session)
+        for item in items:
+            content = item.session and contents.get(item.session)
             if content is not None:
-                filled.append(replace(pair, content=content))
-            elif pair.session is not None:
-                self._unread.add(packed(*pair.session))
+                filled.append(replace(item, content=content))
+            elif item.session is not None:
+                self._unread.add(packed(*item.session))
         return filled
 
 
@@ -273,7 +273,7 @@ def _copies(of_app: bool) -> sa.Select[Any]:
 
 
 def undecryptable(error: Exception) -> str:
-    """Return the reason of a finding; *error* is one of `UNREADABLE`."""
+    """Return the reason of a finding; *error* is one of `ROW_ERRORS`."""
     return f"the target cannot decrypt it: {reason_of(error)}"
 
 

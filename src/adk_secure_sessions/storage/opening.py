@@ -33,7 +33,8 @@ from adk_secure_sessions.storage.feature_list import (
     check_features,
 )
 from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_marks
-from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, keyring, metadata
+from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, metadata
+from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import (
     FeatureName,
     Survey,
@@ -66,18 +67,18 @@ async def open_database(
     root = backends.writer.root_key
     meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
-        data, key_survey, opened = await open_for_service(executors, backends, create_tables)
+        data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
         database_id = key_survey.database_id or secrets.token_bytes(16)
         now = time.time_ns() // 1000
         missing = [INDEX, DATA]
-        if opened is not None:
-            missing = [DATA] if opened.current_id is None else []
+        if keyring is not None:
+            missing = [DATA] if keyring.current_id is None else []
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
-        if opened is None or missing or not meta_rows.keys() <= key_survey.meta_rows.keys():
+        if keyring is None or missing or not meta_rows.keys() <= key_survey.meta_rows.keys():
             fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
             created = meta_rows
-            if opened is None:
+            if keyring is None:
                 (_, index_master), _ = fresh
                 features = authenticated_features(index_master.index_master(), database_id)
                 created = {**meta_rows, meta.FEATURES: features}
@@ -90,7 +91,7 @@ async def open_database(
             await _create_missing(executors.data, TableSet.DATA, data, meta_rows, [])
         else:
             _warn(data, backends.stores_plaintext)
-            return opened
+            return keyring
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True
     )
@@ -155,7 +156,7 @@ async def _open(
     assert database_id is not None, "the callers reject that"
     if known is not None and known.database_id != database_id:
         raise ConfigurationError(REPLACED)
-    opened = await open_keyring(
+    keyring = await open_keyring(
         survey.keyring,
         backends.roots,
         backends.writer.root_key.key_id,
@@ -164,23 +165,23 @@ async def _open(
         leaves_pending=leaves_pending,
         row_count=survey.keyring_rows,
     )
-    check_features(survey, opened)
+    check_features(survey, keyring)
     if known is not None:
-        opened.indexed_keys = known.indexed_keys
+        keyring.indexed_keys = known.indexed_keys
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
     if indexed.name in survey.feature_tables:
-        marks = await read_marks(executors.data.read, opened.index_master)
+        marks = await read_marks(executors.data.read, keyring.index_master)
         if len(marks) > MOST_MARKS:
             logger.error(
                 "secure_state_index has more than %d marks: somebody has added rows, and the rows "
                 "of some keys are not maintained; run `verify`",
                 MOST_MARKS,
             )
-        opened.indexed_keys.update(
+        keyring.indexed_keys.update(
             tag for tag, state in marks if isinstance(tag, bytes) and state is not None
         )
-    return opened
+    return keyring
 
 
 async def _create_missing(
@@ -222,7 +223,7 @@ def _create_in_transaction(
             rows = [{"name": name, "value": meta_rows[name]} for name in new]
             connection.execute(sa.insert(schema.meta_table), rows)
         if fresh:
-            connection.execute(sa.insert(keyring), [row._asdict() for row in fresh])
+            connection.execute(sa.insert(keyring_table), [row._asdict() for row in fresh])
     return True
 
 

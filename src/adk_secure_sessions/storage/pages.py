@@ -111,9 +111,7 @@ def _end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
 def grouped(
     items: Iterable[T], size_of: Callable[[T], int], count: int, size: int
 ) -> Iterator[list[T]]:
-    """Divide *items* into groups of at most *count* items, whose sizes add up to at most *size*, or
-    that have one larger item.
-    """
+    """Yield groups of at most *count* items and *size* in all; a larger item is alone."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -219,15 +219,15 @@ async def _decoded(
         if start:
             await asyncio.sleep(0)
         rows = history[start : start + _CHUNK]
-        opened, link = sealed_rows.open_events(attempt, session, rows, link)
+        plaintexts, link = sealed_rows.open_events(attempt, session, rows, link)
         # A generator would take longer: it is resumed for each event.
         decoded += [
             decode(plaintext, session.row.id, row[EVENT_SEQ])
-            for row, plaintext in zip(rows, opened, strict=True)
+            for row, plaintext in zip(rows, plaintexts, strict=True)
             if after is None or row[EVENT_TIME] >= after
         ]
         if measures:
-            size += sum(map(size_of_event, opened))
+            size += sum(map(size_of_event, plaintexts))
     return decoded, size, link
 
 
@@ -324,9 +324,13 @@ class ListEvents(ReadOperation, Generic[E]):
         """
         before, link = None, NO_LINK
         if len(rows) > self.limit:
-            _, opened = sealed_rows.open_events(attempt, session, rows[:1], None)
-            assert opened is not None, "there is a row"
-            before, link, rows = EventPosition(session.row.id, first, opened), opened, rows[1:]
+            _, link_before = sealed_rows.open_events(attempt, session, rows[:1], None)
+            assert link_before is not None, "there is a row"
+            before, link, rows = (
+                EventPosition(session.row.id, first, link_before),
+                link_before,
+                rows[1:],
+            )
         decoded, _, last = await _decoded(attempt, session, rows, link, self.decode)
         if self.position is None:
             sealed_rows.check_head(attempt, session, last)
@@ -403,13 +407,13 @@ class _Listing(ReadOperation):
         if executors.has_key_database:
             keys = await read_data_keys(executors.key_tables.read, [row.tag for row in rows.users])
             attempt.keys.load(keys.data_keys, keys.master_fingerprints)
-        opened = []
+        owners = []
         for row in rows.users:
             try:
-                opened.append(sealed_rows.open_owner(attempt, rows, row))
+                owners.append(sealed_rows.open_owner(attempt, rows, row))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
-        return opened
+        return owners
 
     def _skip_or_raise(self, attempt: Attempt, error: DecryptionError) -> None:
         if not self.skip or (

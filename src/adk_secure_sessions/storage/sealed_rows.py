@@ -277,7 +277,7 @@ def open_events(
     identity, session_row = attempt.identity, session.row.id
     parts = identity.event_parts
     header, key = None, None
-    opened = []
+    plaintexts = []
     began = perf_counter()
     for row in history:
         seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
@@ -290,12 +290,12 @@ def open_events(
             if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise other_history()
             previous = plaintext[EVENT_LINK]
-            opened.append(plaintext[EVENT_REST])
+            plaintexts.append(plaintext[EVENT_REST])
         except DecryptionError as error:
             raise error.located(EVENTS.name, f"{session_row}, {seq}") from None
     if key is not None and attempt.keys.operation is not None:
-        attempt.keys.count_decrypted(key, sum(map(len, opened)), began)
-    return opened, previous
+        attempt.keys.count_decrypted(key, sum(map(len, plaintexts)), began)
+    return plaintexts, previous
 
 
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:

@@ -143,21 +143,21 @@ class ImportMacs(NamedTuple):
                     Reason.MISMATCH,
                 )
 
-    def checked(self, rows: QueryRows, tag: bytes) -> MigratedRow | None:
+    def checked_with_tag(self, rows: QueryRows, tag: bytes) -> MigratedRow | None:
         """Check the row with *tag*, and return it; None if there is no such row."""
         row = rows.migrated.get(tag)
         if row is not None:
             self.check(row)
         return row
 
-    def imported(self, row: Row) -> "Imported":
+    def checked_row(self, row: Row) -> "ImportRow":
         """Check a row of the query `migrated_rows`, and return it."""
         stored = MigratedRow(*row[:5])
         self.check(stored)
-        return Imported(stored, None if row[5] is None else (row[5], row[6]), self)
+        return ImportRow(stored, None if row[5] is None else (row[5], row[6]), self)
 
 
-class Imported(NamedTuple):
+class ImportRow(NamedTuple):
     """A row of `secure_migrated` whose MAC was checked.
 
     *stored* is the row id, and the revision or version, that the session, user or app has now; None
@@ -277,8 +277,8 @@ class ImportSession(_Import[ImportStatus]):
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
-        row = self.macs.checked(rows, self.identity.session_tag)
-        of_user = self.macs.checked(rows, self.identity.user_tag)
+        row = self.macs.checked_with_tag(rows, self.identity.session_tag)
+        of_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
         if row and row.row_id in self._sent:
             result: ImportStatus = self._sent[row.row_id]
             return result
@@ -324,9 +324,8 @@ class ImportSession(_Import[ImportStatus]):
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
             insert = insert_if_unchanged(user, insert, sql.IMPORT_SESSION_OF_USER)
-        # *remember*, the INSERT into `secure_migrated`, comes before *insert*, the INSERT of the
-        # session.  On PostgreSQL, *remember* and `add_tombstone_of_user` wait for each other's
-        # transaction.  After *remember*, *insert* requires that the user has no tombstone.
+        # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
+        # then sees that tombstone.
         remember = Change(sql.INSERT_MIGRATED, row._asdict())
         changes = [remember, *owners.changes, insert, *new.inserts(attempt)]
         if not (yield from self._apply(attempt, new, changes)):
@@ -406,7 +405,7 @@ class ImportState(_Import[ImportStatus]):
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows) if self.of_user else None
         owner = user if self.of_user else app
-        row = self.macs.checked(rows, self._tag)
+        row = self.macs.checked_with_tag(rows, self._tag)
         if row and (row.is_tombstone or owner is None):
             return ImportStatus.DELETED
         status = ImportStatus.NEW
@@ -574,7 +573,7 @@ class Imports:
         operation = ImportState(identity, macs, state, of_user=of_user, replace=replace)
         return await self._unit.run(operation)
 
-    async def imported(self, ids: Iterable[K]) -> dict[K, Imported]:
+    async def rows_for(self, ids: Iterable[K]) -> dict[K, ImportRow]:
         """Return the rows of `secure_migrated` for those *ids* that have one.
 
         Ids are those of an app, of a user, or of a session.  If a session's user was erased, the
@@ -583,16 +582,16 @@ class Imports:
         if not await self.feature.is_added():
             return {}
         macs, wanted = await self._macs(), list(ids)
-        master, imported = macs.keyring.index_master, dict[K, Imported]()
+        index, found = macs.keyring.index_master, dict[K, ImportRow]()
         for number, table in enumerate((apps, users, sessions), 1):
-            tags = {one: master.tag_of(*one) for one in wanted if len(one) == number}
-            imported |= await self._imported(table, macs, tags)
-        of_users = {one: master.tag_of(*one[:2]) for one in wanted if len(one) == 3}
-        for one, of_user in (await self._imported(users, macs, of_users)).items():
+            tags = {one: index.tag_of(*one) for one in wanted if len(one) == number}
+            found |= await self._rows_for_tags(table, macs, tags)
+        of_users = {one: index.tag_of(*one[:2]) for one in wanted if len(one) == 3}
+        for one, of_user in (await self._rows_for_tags(users, macs, of_users)).items():
             if of_user.row.is_tombstone:
-                stored = imported[one].stored if one in imported else None
-                imported[one] = of_user._replace(stored=stored)
-        return imported
+                stored = found[one].stored if one in found else None
+                found[one] = of_user._replace(stored=stored)
+        return found
 
     async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
         """Store a tombstone of the session or, if *session_id* is None, of all that the user has.
@@ -611,8 +610,8 @@ class Imports:
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
 
-        Return False if `SOURCE_ERASED` is stored, which stays.  Without it, a later migration from
-        the same source could replace or delete the only copies of sessions.
+        SOURCE_ERASED is never replaced here: return False.  Otherwise a later run could delete the
+        only copies.
         """
         end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
         await self.feature.ensure()
@@ -628,7 +627,7 @@ class Imports:
         return await self._unit.change_keys(store)
 
     async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
-        """Remove the mark `COMPLETE` or, if the source is kept, replace `SOURCE_ERASED` by it."""
+        """Remove COMPLETE.  With *source_is_kept*, turn SOURCE_ERASED back into COMPLETE."""
         old, new = MigrationEnd.COMPLETE, None
         if source_is_kept:
             old, new = MigrationEnd.SOURCE_ERASED, old
@@ -656,13 +655,13 @@ class Imports:
     async def _macs(self) -> ImportMacs:
         return ImportMacs(await self._unit.keyring())
 
-    async def _imported(
+    async def _rows_for_tags(
         self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
-    ) -> dict[K, Imported]:
-        rows: dict[bytes, Imported] = {}
+    ) -> dict[K, ImportRow]:
+        rows: dict[bytes, ImportRow] = {}
         for part in chunks(dict.fromkeys(tags.values())):
             query = migrated_rows(table.name, len(part))
             for row in await self._unit.read(query, numbered(part)):
-                one = macs.imported(row)
+                one = macs.checked_row(row)
                 rows[one.row.tag] = one
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}

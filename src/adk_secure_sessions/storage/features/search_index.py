@@ -130,8 +130,9 @@ class Lookup:
         self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
 
     def matches(self, view: SessionWithStates) -> bool:
-        """Return whether the state has the value; True if it is malformed, for the caller parses it
-        again, and raises the error.
+        """Return whether the state has the value.
+
+        Also True if the state is malformed: the caller then raises the error.
         """
         session = view.session
         states = (
