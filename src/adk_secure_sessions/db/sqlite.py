@@ -79,6 +79,14 @@ def is_in_memory(url: sa.URL) -> bool:
     return memory or url.query.get("mode") == "memory"
 
 
+def file_of(url: sa.URL) -> Path | None:
+    """Return the path of a SQLite file; None for a database in memory, a URI or a server."""
+    name = url.database or ""
+    if url.get_backend_name() != "sqlite" or name.startswith("file:") or is_in_memory(url):
+        return None
+    return Path(name)
+
+
 def _prepare_file(
     file: "FileIdentity",
     _dialect: object,

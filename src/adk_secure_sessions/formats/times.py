@@ -4,6 +4,7 @@ Stored times are microseconds since 1970, UTC; `events.microseconds` converts th
 """
 
 import re
+import time
 from datetime import UTC, datetime, timedelta
 
 from adk_secure_sessions.errors import ConfigurationError
@@ -11,6 +12,11 @@ from adk_secure_sessions.errors import ConfigurationError
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def time_now() -> int:
+    """Return the present time, by the clock of this machine, in microseconds since 1970, UTC."""
+    return time.time_ns() // 1000
 
 
 def parse_age(text: str) -> timedelta | None:

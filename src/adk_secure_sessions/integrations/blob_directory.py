@@ -118,19 +118,17 @@ class BlobDirectory(BlobStore):
         if self.prefix not in self._seen:
             with _opened(self._root) as root, root.made(self.prefix):
                 root.sync()  # another process may have created it just now
-        with self._folder() as prefix, prefix.made(folder) as opened_folder:
+        with self._folder() as prefix, prefix.made(folder) as parent:
             if replace:  # a new file has a new time, on every file system
-                _unlink(opened_folder, name)
+                _unlink(parent, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
-            descriptor = os.open(
-                opened_folder.at(name), flags, 0o600, dir_fd=opened_folder.descriptor
-            )
+            descriptor = os.open(parent.at(name), flags, 0o600, dir_fd=parent.descriptor)
             with open(descriptor, "wb", buffering=0) as file:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
                 os.fsync(file.fileno())
-            opened_folder.sync()
+            parent.sync()
 
     @_in_thread
     def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:

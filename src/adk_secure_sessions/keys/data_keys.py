@@ -13,7 +13,6 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 - An owner's *newest* data key is the one with the highest generation, usable or not.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -31,6 +30,7 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import Cipher, Packing
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
 from adk_secure_sessions.keys.providers import KeyProvider
@@ -290,7 +290,7 @@ class StagedKeys:
                 reason=Reason.MALFORMED,
                 table="secure_data_keys",
             )
-        now = max(not_before, time.time_ns() // 1000)
+        now = max(not_before, time_now())
         row = DataKeyRow(new_key_id(), owner_tag, generation, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)

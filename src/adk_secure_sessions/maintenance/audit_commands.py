@@ -1,7 +1,6 @@
 """Check, export and purge the audit trail: the audit records in the table `secure_audit`."""
 
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -21,7 +20,7 @@ from adk_secure_sessions.formats.audit_records import (
     open_record,
     record_context,
 )
-from adk_secure_sessions.formats.times import of_datetime
+from adk_secure_sessions.formats.times import of_datetime, time_now
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.counts import count_rows, number_of
 from adk_secure_sessions.maintenance.database import Database
@@ -217,7 +216,7 @@ async def purge_audit(
         raise ConfigurationError(
             "only chains older than 48 hours can be deleted: services may still append to others"
         )
-    before = time.time_ns() // 1000 - older_than // timedelta(microseconds=1)
+    before = time_now() - older_than // timedelta(microseconds=1)
     trail = await _open_trail(db, progress, None)
     result = AuditPurge(before=before)
     due: list[tuple[bytes, _LastRecord]] = []
@@ -464,8 +463,7 @@ _IS_BLOB = _columns.chain > sa.bindparam("empty", type_=sa.LargeBinary)
 _CHAINS = (
     sa.select(_columns.chain, sa.func.max(_columns.time)).where(_IS_BLOB).group_by(_columns.chain)
 )
-# A longer record is read as NULL, which is rejected: an attacker may have stored any number of
-# bytes.
+# A longer record is read as NULL, which is rejected: an attacker may have stored gigabytes.
 _LONGEST = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
 _RECORD_OR_NULL = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
 _IS_NUMBER = sa.and_(

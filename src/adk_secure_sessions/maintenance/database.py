@@ -1,7 +1,6 @@
 """The database that a maintenance command works on.  Opening the database does not change it."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -11,9 +10,10 @@ from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith
-from adk_secure_sessions.db.connect import executors_for
+from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
+from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
@@ -93,8 +93,7 @@ class Database(HoldsSecrets, ClosedByWith):
 
     Args:
         db_url: The database URL, in the same form as for `EncryptedSessionService`.
-        backend: The backend that encrypts new records, with its root key; None if the command
-            needs no key.
+        backend: The backend that encrypts new records; None if the command needs no root key.
         additional_backends: Other backends, if the database may contain their records, or master
             keys that their root keys wrap.
         db_engine: Your own engine, instead of `db_url`.  `close` does not close it.
@@ -125,7 +124,8 @@ class Database(HoldsSecrets, ClosedByWith):
         backends = None if backend is None else register(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._given = executors
-        self._files = [None if url is None else _sqlite_file(url) for url in (db_url, key_db_url)]
+        urls = (db_url, key_db_url)
+        self._files = [file_of(parsed_url("db_url", url)) if url else None for url in urls]
         self.unit: UnitOfWork = UnitOfWork(
             executors,
             backends,
@@ -230,13 +230,3 @@ class Database(HoldsSecrets, ClosedByWith):
 
 
 _ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)
-
-
-def _sqlite_file(db_url: str | sa.URL) -> Path | None:
-    if db_url == ":memory:":
-        return None
-    url = sa.make_url(db_url)
-    name = url.database or ""
-    if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
-        return None
-    return Path(name)

@@ -265,8 +265,7 @@ class _Deletion:
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
 
-        Otherwise, the transaction would find no data key, although the keys exist in the
-        other database.
+        Otherwise, the transaction would find no data key: they are in the other database.
         """
         if self.connection.scalar(number_of(keyring, keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
@@ -304,9 +303,8 @@ class _Deletion:
     def _user_rows(self) -> set[int]:
         """Return the row ids of the user: usually one id, of the row with the user's tag.
 
-        If an earlier pass has deleted that row, return its id.  If no row had the tag, an
-        attacker may have modified it: return the ids of the rows whose record has one of
-        `headers`.
+        If an earlier pass has deleted that row, return its id.  If no row had the tag, an attacker
+        may have modified it: return the ids of the rows whose record has one of `headers`.
         """
         query = sa.select(users.c.id)
         scalars = self.connection.scalars

@@ -216,11 +216,10 @@ class _Move:
 
     async def _open_keyring_of(self, holder: Survey) -> None:
         """Unwrap the keyring with the valid keys, and authenticate the features."""
-        assert holder.database_id is not None, "the caller rejects that"
         rows = [_unparked(row) for row in holder.keyring]
         backends = self._db.unit.backends
         writer = backends.writer.root_key.key_id
-        self._keyring = await open_keyring(rows, backends.roots, writer, holder.database_id)
+        self._keyring = await open_keyring(rows, backends.roots, writer, holder.existing_id)
         check_features(holder, self._keyring)
 
     def _authenticated(self, features: frozenset[str]) -> str:
@@ -274,8 +273,7 @@ class _Move:
             raise SecureSessionError(_CHANGED, retryable=True)
 
     # --- transactions ------------------------------------------------------------------------
-    # After a lost connection, each of these methods may run again, even if its first run was
-    # committed.
+    # After a lost connection, each of these methods may run again, even after its commit.
 
     def _claim(self, expected: dict[str, str], connection: sa.Connection) -> None:
         """Store the id of this run, unless the texts have changed since *expected* was read."""

@@ -12,9 +12,8 @@ Progress = Callable[[int, int], None]  # called with the numbers of processed ro
 class Meter:
     """Counts processed rows, reports progress, and pauses to process at most *rows_per_second*.
 
-    Count only rows that were read.  Do not add a number that a row contains, such as a
-    revision: an attacker may have modified the number, and a large one would make the command
-    wait for ever.
+    Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
+    attacker may have modified it, and a large number would make the command wait for ever.
     """
 
     def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):

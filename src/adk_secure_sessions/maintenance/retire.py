@@ -110,10 +110,9 @@ async def retire(
     Then `retire` processes one owner (a user or an app) after the other, and decrypts all records
     of the owner.  If a record is missing or cannot be decrypted, `retire` keeps all data keys of
     this owner: an attacker may have modified the headers that name the keys.  Otherwise, one
-    transaction finds the replaced data keys that no record names, and deletes them.  With a key
-    database, these are two transactions.  A data key is replaced if it is older than the newest one
-    that the owner's row names.  If a replaced data key is kept, all newer data keys of its owner
-    are also kept.
+    transaction (two with a key database) finds the replaced data keys that no record names, and
+    deletes them.  A data key is replaced if it is older than the newest one that the owner's row
+    names.  If a replaced data key is kept, all newer data keys of its owner are also kept.
 
     A replaced data master is deleted if it wraps no data key.  If a data key cannot be unwrapped,
     all data masters are kept.

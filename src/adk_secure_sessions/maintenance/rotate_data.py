@@ -50,7 +50,7 @@ from adk_secure_sessions.storage.schema import (
 
 @dataclass
 class DataRotation(Result):
-    """The result of `rotate_data`; after a dry run, the expected result.
+    """The result of `rotate_data`; after a dry run, the expected one, with 0 in `keys` and `left`.
 
     Attributes:
         since: When the rotation began, in microseconds since 1970, UTC.  Data keys that were
@@ -114,8 +114,7 @@ async def rotate_data(
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
         SecureSessionError: Another rotation was started during this one, or a re-encrypted record
-            does not decrypt.  The records that this rotation has already re-encrypted keep their
-            new data keys.
+            does not decrypt.  The records that are already re-encrypted keep their new data keys.
     """
     run = DataRotationRun(db, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
@@ -230,18 +229,16 @@ class DataRotationRun(Rotation):
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
-            table = record.column.name
+            column = record.column
             try:
-                with locating_errors(table, record.name):
+                with locating_errors(column.name, record.name):
                     if target is None or header_ids(record.stored) != new_ids:
-                        context = record.column.context(record.ids, record.row)
-                        plaintext = _plaintext(
-                            keys, owner_tag, context, record.column, record.stored
-                        )
+                        context = column.context(record.ids, record.row)
+                        plaintext = _plaintext(keys, owner_tag, context, column, record.stored)
                         old.append((record, context, plaintext))
             except ROW_ERRORS as error:
                 if not await self._is_of_new_key(error, owner_tag, record):
-                    self._problems.add_error(error, table, record.name)
+                    self._problems.add_error(error, column.name, record.name)
         if self._dry_run or not old:
             self.result.reencrypted += len(old)
             return

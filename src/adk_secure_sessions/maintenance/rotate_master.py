@@ -118,8 +118,7 @@ class _MasterRotationRun(Rotation):
         while True:
             survey = await self._db.survey()
             # Not the id with which this run began: `separate` may have replaced it since.
-            database_id = survey.database_id
-            assert database_id is not None, "survey() rejects such a database"
+            database_id = survey.existing_id
             masters = await authentic_masters(self._db, survey)
             fitting = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)

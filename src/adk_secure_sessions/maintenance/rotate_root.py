@@ -45,9 +45,8 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 
     One transaction replaces all rows of the keyring, so a killed run replaces all rows or none.  If
-    one of the rows has changed since it was read, the transaction replaces no row.  Services can
-    keep running, but a service that starts later needs the new root key.  A second run changes
-    nothing.
+    one of the rows has changed since it was read, it replaces no row.  Services can keep running,
+    but a service that starts later needs the new root key.  A second run changes nothing.
 
     In *db*, `backend` has the new root key, and `additional_backends` have the old one.  After an
     error, nothing was written.
@@ -60,14 +59,13 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
     survey = await db.survey()
-    assert survey.database_id is not None, "survey() rejects such a database"
     rows = survey.keyring
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     already_wrapped = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
     # wrong but has the right id, unwrapping raises WrongKeyError.
-    roots, database_id = db.unit.backends.roots, survey.database_id
+    roots, database_id = db.unit.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in already_wrapped))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
     new = await at_once(*(rewrap(row) for row in old))

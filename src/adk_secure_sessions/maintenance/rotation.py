@@ -8,7 +8,6 @@ its time of creation.  So the stored time alone tells whether a key is older tha
 
 import hmac
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import Reason, SecureSessionError, TamperedError
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
@@ -199,7 +199,7 @@ async def later_than_all_keys(db: Database) -> int:
 
     If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
     """
-    latest = time.time_ns() // 1000
+    latest = time_now()
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
@@ -214,9 +214,8 @@ async def later_than_all_keys(db: Database) -> int:
 
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
-    assert survey.database_id is not None, "survey() rejects such a database"
     rows = [row for row in survey.keyring if row.purpose == DATA]
-    roots, database_id = db.unit.backends.roots, survey.database_id
+    roots, database_id = db.unit.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
     return rows
 

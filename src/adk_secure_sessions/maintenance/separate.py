@@ -81,8 +81,7 @@ async def separate(
 ) -> Separated:
     """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
-    Afterwards, the copy no longer knows which of its sessions `migrate` has copied, and its audit
-    trail is empty.
+    Afterwards, the copy does not know what `migrate` has copied, and its audit trail is empty.
 
     Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
     is killed, or if its result is not `complete`, run `separate` again: the next run continues.
@@ -94,8 +93,7 @@ async def separate(
     Raises:
         ConfigurationError: The keyring has more than 8 data masters, or
             `EncryptedSessionWrapper` uses the database.
-        TamperedError: A row belongs to no session, user or app; or the row of a session cannot be
-            decrypted.
+        TamperedError: A row belongs to no session, user or app, or a session cannot be decrypted.
         SecureSessionError: Another process has changed the keyring or started a rotation during
             this run; or another run of `separate` was first.
     """
@@ -195,11 +193,10 @@ async def _finish_ids(db: Database) -> None:
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     check(survey, TableSet.KEYS, create_tables=False)
-    assert survey.database_id is not None, "the check requires it"
     writer, roots = db.unit.backends.writer.root_key.key_id, db.unit.backends.roots
-    keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.database_id)
+    keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.existing_id)
     check_features(survey, keyring)
-    await db.unit.change(partial(_set_id, old_id, survey.database_id.hex()))
+    await db.unit.change(partial(_set_id, old_id, survey.existing_id.hex()))
 
 
 async def _drop_rows_of_original(db: Database) -> None:

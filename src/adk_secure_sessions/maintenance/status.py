@@ -171,8 +171,7 @@ async def status(
             an owner has spare data keys, its row is decrypted to find the current data key.
     """
     survey = await db.survey()
-    assert survey.database_id is not None, "survey() rejects such a database"
-    masters = [await _master(db, row, survey.database_id) for row in survey.keyring]
+    masters = [await _master(db, row, survey.existing_id) for row in survey.keyring]
     rotations = await unfinished_rotations(db)
     total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)

@@ -63,9 +63,8 @@ async def clear_deleted_bytes(
 ) -> str:
     """Remove the bytes of deleted rows from the file that stores *table*, or return why not.
 
-    If *rewrites_table* is True, rewrite the table (SQLite: the whole file); services wait until
-    this is done.  Otherwise only empty the write-ahead log of SQLite.  Wait *lock_wait* seconds
-    for a lock.
+    With *rewrites_table*, rewrite the table (SQLite: the whole file) while services wait; otherwise
+    only empty the write-ahead log of SQLite.  Wait *lock_wait* seconds for a lock.
     """
 
     def work(connection: sa.Connection) -> str:

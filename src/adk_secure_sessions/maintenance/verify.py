@@ -1,6 +1,5 @@
 """Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
-import time
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -11,6 +10,7 @@ from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import load_state, read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
 from adk_secure_sessions.formats.records import decode_text
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit_commands import UNLISTED_TRAIL
@@ -214,9 +214,8 @@ class _Verifier:
     async def check_features(self) -> None:
         """Report a list that lacks a feature which rows need.
 
-        A feature is added before the first row that needs it, so somebody has replayed an
-        older list.  With the older list, a release that does not know the feature would use
-        the database.
+        A feature is added before the first row that needs it, so somebody has replayed an older
+        list.  With that list, a release that does not know the feature would use the database.
         """
         has_rows = {
             FeatureName.COLLECTIONS: self.result.collections,
@@ -342,9 +341,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
             for (tag,) in await rows_where(db.unit.read, query, column, owners)
         }
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
-        # An erasure may have deleted the owner's row after the data keys were read here.  In that
-        # case, the erasure has also deleted the data keys.  So report only data keys that still
-        # exist.
+        # An erasure may have deleted the owner's row after the data keys were read here.  It has
+        # then also deleted the data keys.  So report only data keys that still exist.
         stored = await db.unit.read_data_keys([row.owner for row in lost])
         there = {key.id for key in stored.data_keys}
         for row in lost:
@@ -357,7 +355,7 @@ def _may_be_new(db: Database, row: DataKeyRow) -> bool:
     """Return whether a service may be about to write the row of the owner: see `_NEW_KEY_GRACE`."""
     if not db.unit.executors.has_key_database or not isinstance(row.created_at, int):
         return False
-    return abs(time.time_ns() // 1000 - row.created_at) < _NEW_KEY_GRACE
+    return abs(time_now() - row.created_at) < _NEW_KEY_GRACE
 
 
 # --- statements ----------------------------------------------------------------------------------

@@ -45,8 +45,7 @@ def to_text(value: str | bytes) -> str:
 
 def to_bytes(value: object) -> bytes:
     if isinstance(value, str):
-        # UTF-8 cannot encode a lone surrogate.  No driver returns a lone surrogate, but a caller's
-        # own engine may.
+        # UTF-8 cannot encode a lone surrogate, which no driver returns, but a caller's engine may.
         return value.encode("utf-8", "surrogatepass")
     # SQLite may have a number in any column, and `bytes(10**9)` would allocate 10**9 bytes.
     if isinstance(value, bytes | bytearray | memoryview):
@@ -213,8 +212,7 @@ def zone_of_sessions(dialect: str) -> tzinfo | None:
     """Return the time zone of the times in the table `sessions`; None is this process's local zone.
 
     The result is the zone that the installed google-adk assumes when it reads these times.  The
-    release of google-adk that stored the times may have used another zone: see docs/migrate.md,
-    Times.
+    release that stored the times may have used another zone: see docs/migrate.md, Times.
     """
     major, minor = adk_version.split(".")[:2]
     return UTC if dialect == "sqlite" or (int(major), int(minor)) >= (2, 3) else None

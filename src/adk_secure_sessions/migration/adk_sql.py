@@ -1,7 +1,6 @@
 """The SQL that reads google-adk's tables and deletes rows, and the recognition of the tables.
 
-The queries select columns without types, so that neither SQLAlchemy nor the driver converts texts,
-times and JSON.
+The queries select columns without types, so that nobody converts texts, times and JSON.
 
 Here, the *key* of a row has the values of its primary key: an app name; an app name and a user id;
 or an app name, a user id and a session id.
@@ -35,8 +34,7 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 PAGE = 5000  # the maximum number of sessions that `AdkQueries.page` returns at once
 LOOKUP_PAGE = 500  # the maximum number of sessions that `AdkQueries.lookup` returns at once
 STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` returns at once
-# PostgreSQL returns the compressed size of a value.  The uncompressed size is estimated as this
-# multiple.
+# PostgreSQL returns the compressed size of a value; the size is estimated as this multiple of it.
 _COMPRESSION = 3
 _UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {adk_rows.LIMITS}"
 _SAMPLES = 50  # the number of states that `_first_and_last_states` reads at each end of a table

@@ -53,8 +53,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 # The maximum number of sessions in one batch of `AdkTables.sessions`, and of bytes in their rows; a
-# larger session is a batch alone.  In memory, the content of a session is about twice as large as
-# its rows.
+# larger session is a batch alone.  In memory, a session is about twice as large as its rows.
 _BATCH_SESSIONS = 500
 _BATCH_BYTES = 4 * 2**20
 
@@ -76,8 +75,7 @@ class AdkTables(Source):
             reads them.
 
     Raises:
-        ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
-            exist.
+        ConfigurationError: An argument cannot be used, or the SQLite file does not exist.
     """
 
     def __init__(
@@ -142,7 +140,9 @@ class AdkTables(Source):
         if not sessions:
             return {}
         found = await self.run(partial(queries.with_events, sessions=sessions))
-        return await self._convert(
+        # In a thread, as all conversions of rows: parsing a long session, decrypting it or loading
+        # its pickles would block the event loop.
+        return await asyncio.to_thread(
             lambda: {
                 session: try_convert(queries.content, session, row, history)
                 for session, row, history in found
@@ -154,9 +154,9 @@ class AdkTables(Source):
         for table in STATE_TABLES:
             work = partial(queries.states, selection=selection, table=table)
             async for rows in self._pages(work):
-                yield await self._convert(partial(convert_states, queries, rows))
+                yield await asyncio.to_thread(convert_states, queries, rows)
             if others := await self.run(partial(queries.aliases, selection=selection, table=table)):
-                yield await self._convert(partial(convert_states, queries, others))
+                yield await asyncio.to_thread(convert_states, queries, others)
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         """Return the session with these ids; None if there is none."""
@@ -172,7 +172,7 @@ class AdkTables(Source):
         key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
         async for rows in self._pages(partial(queries.lookup, key=key)):
-            yield await self._convert(partial(_without_events, queries, rows))
+            yield await asyncio.to_thread(_without_events, queries, rows)
 
     async def state(
         self, app_name: str, user_id: str | None = None
@@ -184,11 +184,12 @@ class AdkTables(Source):
         row = await self.run(partial(queries.state, table=table, key=key))
         if row is None:
             return None
-        return await self._convert(partial(try_convert, _state, queries, key, row))
+        return await asyncio.to_thread(try_convert, _state, queries, key, row)
 
     async def close(self) -> None:
-        if self._queries is not None and self._queries.pickles is not None:
-            self._queries.pickles.close()
+        queries, self._queries = self._queries, None
+        if queries is not None and queries.pickles is not None:
+            queries.pickles.close()
         for executor in self._executors.values():
             await executor.close()
 
@@ -215,13 +216,6 @@ class AdkTables(Source):
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""
         return executors_for(*self._given, None, None, {}).data
-
-    async def _convert(self, work: Callable[[], T]) -> T:
-        """Return the result of *work*, which converts rows, in a thread.
-
-        Parsing a long session, decrypting it or loading its pickles would block the event loop.
-        """
-        return await asyncio.to_thread(work)
 
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""

@@ -26,6 +26,7 @@ from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import UniqueViolation, repeated
+from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
@@ -82,10 +83,9 @@ class AdkTarget(ClosedByWith):
         self.is_open: bool = False
         self._file: Path | None = None
         if parsed.get_backend_name() == "sqlite":
-            name = parsed.database or ""
-            if name in ("", ":memory:") or name.startswith("file:"):
+            self._file = file_of(parsed)
+            if self._file is None:
                 raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
-            self._file = Path(name)
         self._executor = executors_for(parsed, None, None, None, {}).data
         self._url = parsed
         self._dialect = parsed.get_backend_name()

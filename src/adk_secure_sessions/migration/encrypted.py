@@ -1,6 +1,5 @@
 """Read sessions from a database of this package, which may have other keys."""
 
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_event
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.counts import number_of, plausible
 from adk_secure_sessions.maintenance.database import Database
@@ -85,7 +85,7 @@ class EncryptedSource(Source):
     async def count(self, selection: Selection) -> int:
         await self._db.keyring()
         since = -(2**63) if selection.since is None else selection.since
-        parameters: dict[str, object] = {"now": _now(), "since": since}
+        parameters: dict[str, object] = {"now": time_now(), "since": since}
         if selection.app_name is not None:
             parameters["app_tag"] = (await self._db.unit.identify(selection.app_name)).app_tag
         query = _COUNT if selection.app_name is None else _COUNT_OF_APP
@@ -156,7 +156,7 @@ def _is_wanted(session: SessionWithIds, selection: Selection) -> bool:
     ids = session.ids_or_error
     if isinstance(ids, Exception):
         return True
-    if ids.is_collection or session.columns.expires_at <= _now():
+    if ids.is_collection or session.columns.expires_at <= time_now():
         return False
     is_recent = selection.since is None or session.columns.updated_at >= selection.since
     return is_recent and selection.app_name in (None, ids.app_name)
@@ -166,8 +166,7 @@ def _source_session(session: SessionWithIds) -> SourceSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
     if isinstance(ids, Exception):
         return SourceSession("", "", name, "", reason_of(ids))
-    # Every change of a session increases its revision, and a session that is created again has
-    # another row id.
+    # Each change of a session increases its revision; one that is created again has another row id.
     return SourceSession(*ids[:3], f"{session.id}.{session.columns.revision}")
 
 
@@ -179,7 +178,7 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
     except ROW_ERRORS as error:
         return Unreadable(reason_of(error))
     has_expired = (
-        content is not None and content.expires_at is not None and content.expires_at <= _now()
+        content is not None and content.expires_at is not None and content.expires_at <= time_now()
     )
     return None if has_expired else content
 
@@ -220,10 +219,6 @@ async def stored_state(db: Database, app_name: str, user_id: str | None = None) 
 def reason_of(error: Exception) -> str:
     """Return the reason in *error*, one of `ROW_ERRORS`, without content."""
     return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
 
 
 # --- statements ----------------------------------------------------------------------------------

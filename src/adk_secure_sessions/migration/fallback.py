@@ -207,9 +207,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     ) -> ListSessionsResponse:
         """List the sessions of the database, and those of the source that were not copied yet.
 
-        Copy the states of the app and of these users, but no sessions.  A session of the source
-        that cannot be read is left out, and logged, if `skip_unreadable_sessions` of *service* is
-        True.
+        Copy the states of the app and of these users, but no sessions.  If *service* has
+        `skip_unreadable_sessions`, unreadable sessions of the source are left out, and logged.
         """
         check_ids(app_name, user_id or "", "")
         listing = partial(self._service.list_sessions, app_name=app_name, user_id=user_id)

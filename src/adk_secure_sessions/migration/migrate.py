@@ -10,7 +10,7 @@ from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.times import lifetime_of
+from adk_secure_sessions.formats.times import lifetime_of, time_now
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.compare import differences
@@ -125,8 +125,7 @@ async def migrate(
     there.  Tables and keys of the target that do not exist are created, except in a dry run.
 
     Args:
-        dry_run: Read the sessions that would be copied, and report what would be done, but change
-            nothing.
+        dry_run: Read the sessions that would be copied and report them, but change nothing.
         delete_gone: Delete copied sessions of its apps that the source no longer has, unless
             services have written to them.  Copy each app from only one source.
         events_per_second: The maximum number of events to copy per second.
@@ -228,7 +227,7 @@ class _MigrationRun:
             self.result.copied += 1
             self.result.events += len(content.events)
             expires_at = self._expires_at(content)
-            self.result.expired += expires_at is not None and expires_at <= time.time_ns() // 1000
+            self.result.expired += expires_at is not None and expires_at <= time_now()
         elif not self._report_if_conflict(item, status):
             self.result.unchanged += 1
         await self.meter.advance()

@@ -4,6 +4,7 @@ That distribution is another author's, with the same name.  It encrypts states a
 stores them in tables like google-adk's.  `crypto.package_1x` describes the stored values.
 """
 
+import asyncio
 from collections.abc import Iterable
 from datetime import UTC, tzinfo
 from functools import partial
@@ -61,8 +62,7 @@ class Package1x(AdkTables):
             server depend on it: events contain their times.
 
     Raises:
-        ConfigurationError: One of these arguments cannot be used, or the SQLite file does not
-            exist.
+        ConfigurationError: An argument cannot be used, or the SQLite file does not exist.
 
     The first call of a method also raises `WrongKeyError` if no key decrypts the stored states.
     """
@@ -87,7 +87,7 @@ class Package1x(AdkTables):
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.inspect(work)
             samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
-            found = await self._convert(
+            found = await asyncio.to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )
             reasons = [state.reason for state in found if isinstance(state, Unreadable)]
@@ -105,8 +105,7 @@ class _Package1xQueries(AdkQueries):
     """The tables of adk-secure-sessions 1.x in one database.
 
     Releases since 1.1 create no index on the session ids of events.  Therefore, each query for
-    events may scan the whole table.  This is acceptable, because one query reads the events of many
-    sessions.
+    events may scan the whole table.  This is acceptable: one query reads those of many sessions.
     """
 
     # `kinds_in` tells the tables of adk-secure-sessions 1.x from google-adk's only by their

@@ -55,8 +55,7 @@ class ServiceSource(Source):
             sessions of all users at once.
         compares_events: If True, a later run notices that a session has more events although its
             `last_update_time` is the same.  To do so, every run reads every session, and again at
-            its end.  If False, a later run reads only sessions whose `last_update_time` has
-            changed.
+            its end.  If False, a later run reads only those whose `last_update_time` has changed.
 
     Raises:
         ConfigurationError: *service* is not a session service, or *app_names* is a single text.

@@ -1,7 +1,6 @@
 """One walk over the sessions and states of a source, each with its status in the target.
 
-`migrate` and `compare` visit the items that a `Walk` yields, and `Findings` lists those that need
-attention.
+`migrate` and `compare` visit the items that a `Walk` yields; `Findings` lists some of them.
 """
 
 import functools
@@ -18,6 +17,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.records import encode_text
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
@@ -56,8 +56,7 @@ class SourceItem(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
 
     *tag* is empty if the target has no keys, or if the ids cannot be decrypted.  *content* is None
-    if it was not read; the content of a state is JSON.  *copied_events* counts the events that were
-    copied earlier.
+    if it was not read; that of a state is JSON.  *copied_events* counts events copied earlier.
     """
 
     ids: Ids
@@ -179,7 +178,7 @@ class Walk:
                     yield ids, tag, Unreadable(undecryptable(found.ids_or_error))
                     continue
                 ids = found.ids_or_error[:3]
-                has_expired = found.columns.expires_at <= time.time_ns() // 1000
+                has_expired = found.columns.expires_at <= time_now()
                 is_others = has_apps and ids[0] not in self._app_names
                 if found.columns.tag != tag or has_expired or is_others:
                     continue

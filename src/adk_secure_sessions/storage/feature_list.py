@@ -37,10 +37,10 @@ REPLACED = (
 
 
 def authenticated_features(
-    index_master: IndexMaster, database_id: bytes, features: frozenset[str] = frozenset()
+    index: IndexMaster, database_id: bytes, features: frozenset[str] = frozenset()
 ) -> str:
     names = ",".join(sorted(features)) or NO_FEATURES
-    return f"{names} {index_master.mac('features', database_id, names).hex()}"
+    return f"{names} {index.mac('features', database_id, names).hex()}"
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
@@ -66,17 +66,15 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
 
 
 def separation_rows(
-    separation: Separation, index_master: IndexMaster, new_id: bytes, features: frozenset[str]
+    separation: Separation, index: IndexMaster, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
     """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
     masters = " ".join(map(str, sorted(separation.master_ids)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         meta.DATABASE_ID: new_id.hex(),
-        meta.FEATURES: authenticated_features(
-            index_master, new_id, features | {FeatureName.SEPARATING}
-        ),
-        meta.SEPARATION: f"{text} {index_master.mac('separation', new_id, text).hex()}",
+        meta.FEATURES: authenticated_features(index, new_id, features | {FeatureName.SEPARATING}),
+        meta.SEPARATION: f"{text} {index.mac('separation', new_id, text).hex()}",
     }
 
 

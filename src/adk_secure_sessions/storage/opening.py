@@ -5,7 +5,6 @@
 
 import logging
 import secrets
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,6 +16,7 @@ from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -69,7 +69,7 @@ async def open_database(
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
         database_id = key_survey.database_id or secrets.token_bytes(16)
-        now = time.time_ns() // 1000
+        now = time_now()
         missing = [INDEX, DATA]
         if keyring is not None:
             missing = [DATA] if keyring.current_id is None else []
@@ -152,8 +152,7 @@ async def _open(
     *,
     leaves_pending: bool = False,
 ) -> Keyring:
-    database_id = survey.database_id
-    assert database_id is not None, "the callers reject that"
+    database_id = survey.existing_id
     if known is not None and known.database_id != database_id:
         raise ConfigurationError(REPLACED)
     keyring = await open_keyring(

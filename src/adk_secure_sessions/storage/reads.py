@@ -324,13 +324,9 @@ class ListEvents(ReadOperation, Generic[E]):
         """
         before, link = None, NO_LINK
         if len(rows) > self.limit:
-            _, link_before = sealed_rows.open_events(attempt, session, rows[:1], None)
-            assert link_before is not None, "there is a row"
-            before, link, rows = (
-                EventPosition(session.row.id, first, link_before),
-                link_before,
-                rows[1:],
-            )
+            _, older = sealed_rows.open_events(attempt, session, rows[:1], None)
+            assert older is not None, "there is a row"
+            before, link, rows = EventPosition(session.row.id, first, older), older, rows[1:]
         decoded, _, last = await _decoded(attempt, session, rows, link, self.decode)
         if self.position is None:
             sealed_rows.check_head(attempt, session, last)

@@ -21,6 +21,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import NO_LINK, context_part
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH, IndexMaster
 
 R = TypeVar("R", bound=tuple[Any, ...])
@@ -550,7 +551,7 @@ class StoredSession(NamedTuple):
     @property
     def has_expired(self) -> bool:
         """Whether the session must be treated like a deleted one, by the clock of this machine."""
-        return self.row.expires_at != NEVER and self.row.expires_at <= time.time_ns() // 1000
+        return self.row.expires_at != NEVER and self.row.expires_at <= time_now()
 
     def next_expiry(self, updated_at: int) -> int:
         """Return `expires_at` after an update at *updated_at*; the lifetime stays the same."""

@@ -133,6 +133,12 @@ class Survey(NamedTuple):
         return meta.PLAINTEXT in self.meta_rows
 
     @property
+    def existing_id(self) -> bytes:
+        """The id of a database that is not new, as the caller has checked."""
+        assert self.database_id is not None, "`check` and `Database.survey` reject such a database"
+        return self.database_id
+
+    @property
     def database_id(self) -> bytes | None:
         """The random id of the database; None if it is new, ValueError if it is malformed."""
         text = self.meta_rows.get(meta.DATABASE_ID)

@@ -39,6 +39,7 @@ from adk_secure_sessions.formats.audit_records import (
     record_context,
     seal_record,
 )
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.feature_list import Feature
@@ -74,7 +75,7 @@ class _Chain(HoldsSecrets):
 
     def __init__(self, keyring: Keyring) -> None:
         self.database_id: bytes = keyring.database_id
-        now = time.time_ns() // 1000
+        now = time_now()
         self.id: bytes = now.to_bytes(8, "big") + secrets.token_bytes(8)
         self.head: Head = Head(0, NO_AUDIT_LINK)
         self.logged: int = 0

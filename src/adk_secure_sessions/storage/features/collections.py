@@ -1,6 +1,5 @@
 """Collections: named lists of items, in which services store artifacts and memory."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
@@ -9,6 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Change, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
@@ -139,7 +139,7 @@ class Collections:
             collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
             try:
                 if collection is None:
-                    creation = CreateSession(identity, {}, {}, b"{}", time.time_ns() // 1000)
+                    creation = CreateSession(identity, {}, {}, b"{}", time_now())
                     created = await self._unit.run(creation)
                     collection = Collection(address[2], created.session.id_and_revision)
                 plaintext = item if isinstance(item, bytes) else item(collection)
@@ -165,7 +165,7 @@ class Collections:
             raise ValueError("only items before the expected position can be replaced")
         identity = await self._unit.identify(*address, True)
         await self._feature.ensure()
-        new = NewEvent(item, time.time_ns() // 1000, {}, {}, {}, replaced)
+        new = NewEvent(item, time_now(), {}, {}, {}, replaced)
         return (await self._unit.run(AppendEvent(identity, expected, new))).id_and_revision
 
     async def rewrite(
@@ -173,7 +173,7 @@ class Collections:
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
         identity = await self._unit.identify(*address, True)
-        await self._unit.run(RewriteItems(identity, expected, items, time.time_ns() // 1000))
+        await self._unit.run(RewriteItems(identity, expected, items, time_now()))
 
     async def delete(self, address: Address) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""

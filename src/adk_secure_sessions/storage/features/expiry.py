@@ -14,6 +14,7 @@ from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, SessionPosition
@@ -67,7 +68,7 @@ class Expiry:
         try:
             if time.monotonic() < self._paused_until or not await self._index_exists():
                 return
-            now = time.time_ns() // 1000
+            now = time_now()
             rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
             expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
             for app_name, view in expired[:_AT_ONCE]:
