@@ -93,8 +93,7 @@ class _BlobRotationRun(DataRotationRun):
         return await super()._check_and_count_rows() + await self._collections.count_items()
 
     async def _after_passes(self) -> None:
-        for listed in self._problems.items:
-            self._problems.suppress(listed.table, listed.row)
+        self._problems.suppress_counted()
         async for ids, found in artifacts_of(self._db, self._problems):
             await self._rotate_artifact(ids, found)
             await self._require_checkpoint()

@@ -7,6 +7,7 @@ row needs, and `purge blobs`, which deletes contents that no row names, first re
 """
 
 import struct
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -83,11 +84,16 @@ class CappedList(Generic[T]):
 class Problems(CappedList[Problem]):
     def __init__(self) -> None:
         super().__init__()
-        self._skipped: set[tuple[str, str]] = set()  # rows that later calls skip
+        # The rows that were counted, and whether later calls skip them.
+        self._skips: defaultdict[tuple[str, str], bool] = defaultdict(bool)
 
     def suppress(self, table: str, row: object) -> None:
         """Make later calls skip *row*, which has been counted already."""
-        self._skipped.add((table, str(row)))
+        self._skips[table, str(row)] = True
+
+    def suppress_counted(self) -> None:
+        """Make later calls skip all rows that have been counted, also those that are not listed."""
+        self._skips.update(dict.fromkeys(self._skips, True))
 
     def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
         self.add_error(TamperedError(detail, reason), table, row)
@@ -102,11 +108,10 @@ class Problems(CappedList[Problem]):
         if error.table is not None and error.row is not None:
             table, row = error.table, error.row
         is_shared, name = table in _NEEDED_BY_OTHERS, (table, str(row))
-        if name not in self._skipped:
+        if not self._skips[name]:
             record_rejected(error.located(*name))
             self.append(Problem(*name, error.reason, error.detail))
-        if is_shared:
-            self._skipped.add(name)
+        self._skips[name] |= is_shared
         return is_shared
 
     def write_to(self, result: T) -> T:
