@@ -24,7 +24,7 @@ from google.adk.events import EventActions
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.migration import pickled_actions
 from adk_secure_sessions.migration.pickled_actions import PickleReader
-from adk_secure_sessions.migration.sources import SessionContent, Unreadable
+from adk_secure_sessions.migration.sources import ConversionError, SessionContent, Unreadable
 from tests.migration.adk_sources import Adk, adk, contents, decoded, each_kind, fill, said
 
 __all__ = ["adk"]
@@ -221,6 +221,9 @@ def test_process_that_loads_pickles_has_no_keys_and_is_started_again_if_it_was_k
             names = {one.partition(b"=")[0] for one in variables}
             assert names <= {b"LD_LIBRARY_PATH", b"PYTHONHOME", b"LC_CTYPE", b""}
             os.kill(int(child.name), signal.SIGKILL)
+    with pytest.raises(ConversionError):  # as in a thread that is still reading
+        reader.read(pickled(2))
+    assert children() == others
 
 
 async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -> None:

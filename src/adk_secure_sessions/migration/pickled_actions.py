@@ -49,6 +49,7 @@ class PickleReader:
         _find_class()
         self._lock = Lock()
         self._child: Any = None  # a subprocess.Popen
+        self._is_closed = False
         # The answers by the hash of the pickle: most events have the same, empty actions.
         self._answers: Lru[bytes, bytes] = Lru(1000)
 
@@ -69,7 +70,14 @@ class PickleReader:
         return events.decode(base64.b64decode(answer), 0, 0).actions
 
     def close(self) -> None:
-        """End the child process."""
+        """End the child process; a thread that is still reading starts no other one."""
+        self._is_closed = True
+        if (child := self._child) is not None:
+            child.kill()  # so that the thread that waits for an answer releases the lock
+        with self._lock:
+            self._end_child()
+
+    def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -77,6 +85,8 @@ class PickleReader:
 
     def _ask(self, pickled: bytes) -> bytes:
         """Return the answer of the child; nothing if it has ended, for example at a limit."""
+        if self._is_closed:
+            return b""
         if self._child is None:
             command, pipe = [sys.executable, "-c", _CHILD, repr(sys.path)], subprocess.PIPE
             none = subprocess.DEVNULL
@@ -84,8 +94,8 @@ class PickleReader:
             self._child = subprocess.Popen(  # noqa: S603
                 command, stdin=pipe, stdout=pipe, stderr=none, env=environment
             )
-            if self._answer(_START_SECONDS) != _READY:
-                self.close()
+            if self._is_closed or self._answer(_START_SECONDS) != _READY:
+                self._end_child()
                 raise PickleReaderError(
                     f"{sys.executable} cannot start the process that reads google-adk's pickles: "
                     "check that it can import adk_secure_sessions"
@@ -93,7 +103,7 @@ class PickleReader:
         answer = self._answer(_SECONDS, base64.b64encode(pickled) + b"\n")
         if answer.endswith(b"\n"):
             return answer
-        self.close()
+        self._end_child()
         return b""
 
     def _answer(self, seconds: float, question: bytes = b"") -> bytes:
