@@ -32,6 +32,7 @@ async def test_old_sessions_are_deleted_with_their_events(url: str, place: sa.UR
     await fill_old_and_new(url)
     seen: list[tuple[int, int]] = []
     async with Database(url, BACKEND) as db:
+        assert (await purge(db, timedelta.max)).numbers == (0, 0, 0)
         assert (await purge(db, LONG_AGO, dry_run=True)).numbers == (6, 0, 0)
         assert len(await left(url)) == 7
         done = await purge(db, LONG_AGO, progress=lambda *at: seen.append(at))

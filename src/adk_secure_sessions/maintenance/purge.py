@@ -1,6 +1,5 @@
 """Delete sessions that have expired, or that have not been used for a long time."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
@@ -76,11 +76,11 @@ async def purge(
     Raises:
         ConfigurationError: `older_than` is negative.
     """
-    now, before, first = time.time_ns() // 1000, None, -(2**63)
+    now, before, first = time_now(), None, -(2**63)
     if older_than is not None:
         if older_than < timedelta():
             raise ConfigurationError("older_than must not be negative")
-        before = first = now - older_than // timedelta(microseconds=1)
+        before = first = max(first, now - older_than // timedelta(microseconds=1))
 
     def is_due(session: StoredSession) -> bool:
         return session.row.updated_at < first or session.row.expires_at <= now
