@@ -72,6 +72,8 @@ def test_intact_store(filled: str, store: Path) -> None:
         "deleted: 0 blobs\nmarked, and deleted later: 0 blobs\nnamed by artifacts: 2 blobs\n",
         "",
     )
+    said = run("verify", *on(filled), "--only", "rows", "--store", str(store))
+    assert "omit --store" in said.stderr
 
 
 def test_missing_blob_is_named(filled: str, store: Path) -> None:

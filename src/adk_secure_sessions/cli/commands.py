@@ -153,8 +153,10 @@ def verify(
     Example:
       adk-secure-sessions verify --db sqlite:///sessions.db --key file:root.key
     """
-    if (only == "blobs") > (store is not None) or (only in ("rows", "trail") and store):
-        raise click.UsageError("contents are checked with --store STORE: give both or none")
+    if only == "blobs" and store is None:
+        raise click.UsageError("--only blobs checks the contents in a store: add --store STORE")
+    if only in ("rows", "trail") and store:
+        raise click.UsageError(f"--only {only} checks no contents: omit --store or --only")
     if only not in (None, "trail") and heads:
         raise click.UsageError("--heads is for the audit trail")
     results: dict[str, Result | None] = {"rows": None, "trail": None, "blobs": None}

@@ -127,6 +127,8 @@ def _rotate(
     If the run would continue an unfinished rotation, first tell the user so and, on a terminal, ask
     whether to continue.
     """
+    if retire and dry_run:
+        raise click.UsageError("--dry-run cannot tell what --retire would remove: omit one of them")
     without = ", without --restart" if restart else ""
     retirement = None
     with runner_for(db, resume_hint=f"{AGAIN}{without}") as call:
@@ -138,7 +140,7 @@ def _rotate(
             options = {"progress": report, "rows_per_second": rows_per_second}
             result = call(work(db, dry_run=dry_run, restart=restart, **options))
         print_lines(result)
-        if retire and result.succeeded and not dry_run:
+        if retire and result.succeeded:
             with progress("retire", "owners") as report:
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
