@@ -33,7 +33,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.db import sqlite
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.memory_index import UserMemory
-from tests.maintenance.support import query
+from tests.key_database.support import count
 from tests.processes import FORKS, IMPORTED_ONCE, results, say_imported
 from tests.servers import DRIVERS
 
@@ -63,10 +63,6 @@ on_mariadb_later = pytest.mark.parametrize(
     ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.soak)],
     indirect=True,
 )
-
-
-def count(place: sa.URL, table: str) -> int:
-    return int(query(place, f"SELECT count(*) FROM {table}")[0][0])
 
 
 async def append_to_shared(service: EncryptedSessionService, **delta: object) -> None:

@@ -32,10 +32,10 @@ from tests.key_database.support import (
     pair_in,
     query,
     run_sql,
-    settle,
     tables,
 )
 from tests.servers import for_service
+from tests.sqlite_files import settle
 
 WHO: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": SESSION}
 BOB = WHO | {"user_id": "bob"}
@@ -57,7 +57,7 @@ async def filled(pair: Pair) -> Pair:
 
 def copied(database: sa.URL, name: str) -> sa.URL:
     """Copy a database as an attacker or a backup does."""
-    settle(database)
+    settle(Path(str(database.database)))
     copy = Path(database.database or "").with_name(name)
     shutil.copy(database.database or "", copy)
     return database.set(database=str(copy))

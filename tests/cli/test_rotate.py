@@ -14,20 +14,21 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.cli import output, rotate
 from adk_secure_sessions.maintenance import KeptKey, Retirement, rotate_data, rotate_master
-from adk_secure_sessions.storage.schema import metadata
 from tests.cli.support import Said, confirmed, on, run
 from tests.key_database.support import make_ada_with_spare_keys, pair_in
-from tests.maintenance.support import OLD, fill, interrupt, plaintext_backend, query, run_sql
+from tests.maintenance.support import (
+    OLD,
+    all_rows,
+    fill,
+    interrupt,
+    plaintext_backend,
+    query,
+    run_sql,
+)
 
 WITH_FERNET = ["--also-backend", "fernet"]
 ROTATIONS: dict[str, Any] = {"master": rotate_master, "data": rotate_data}
 BEGUN = r"begun \d{4}-\d\d-\d\d \d\d:\d\d UTC"
-
-
-def all_rows(place: sa.URL) -> dict[str, list[Any]]:
-    return {
-        name: sorted(query(place, f"SELECT * FROM {name}"), key=repr) for name in metadata.tables
-    }
 
 
 def break_events(place: sa.URL) -> int:

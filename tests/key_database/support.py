@@ -5,9 +5,8 @@
 services' backs.
 """
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,12 +92,6 @@ def everything(*places: sa.URL) -> object:
     return [dump(file) if file.exists() else None for file in files]
 
 
-def settle(place: sa.URL) -> None:
-    """Move what is in the write-ahead log of a SQLite database into its file."""
-    with closing(sqlite3.connect(place.database or "")) as connection:
-        assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
-
-
 def event(number: int = 0, **delta: object) -> Event:
     return Event(
         author="agent",
@@ -166,7 +159,6 @@ __all__ = [
     "pair_in",
     "query",
     "run_sql",
-    "settle",
     "store_only_keys",
     "tables",
 ]

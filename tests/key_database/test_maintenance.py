@@ -13,8 +13,9 @@ from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import lookup, purge, record_headers, status, verify
 from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import run
-from tests.key_database.support import APP, KEY, Pair, count, create, event, query, settle
+from tests.key_database.support import APP, KEY, Pair, count, create, event, query
 from tests.servers import for_service
+from tests.sqlite_files import settle
 
 USERS = [f"u{n}" for n in range(7)]
 
@@ -67,10 +68,10 @@ async def test_verify_reports_a_data_key_without_an_owner_once_it_is_not_new(
     async with files.service() as service:
         await create(service)
         before, known = files.data.database or "", set(query(files.keys, keys))
-        settle(files.data)
+        settle(Path(str(files.data.database)))
         copy = Path(before).read_bytes()
         await create(service, "bob")
-    settle(files.data)
+    settle(Path(str(files.data.database)))
     Path(before).write_bytes(copy)  # with no row of bob's
     (bob,) = set(query(files.keys, keys)) - known
     now = time.time_ns

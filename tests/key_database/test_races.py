@@ -120,6 +120,11 @@ async def test_verify_raises_no_alarm_if_keys_are_replaced_after_each_row_is_rea
     assert min(generations(files)) > 4
 
 
+async def erase_ada(files: Pair) -> None:
+    async with files.maintained() as another:
+        assert (await erase_user(another, APP, "ada")).users == 1
+
+
 async def test_verify_raises_no_alarm_if_a_user_is_erased_while_keys_are_checked(
     files: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,16 +135,12 @@ async def test_verify_raises_no_alarm_if_a_user_is_erased_while_keys_are_checked
         clock.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
         await fill(files)
 
-    async def erase_ada() -> None:
-        async with files.maintained() as another:
-            assert (await erase_user(another, APP, "ada")).users == 1
-
     db, faults = with_faults(files.maintained)
 
     def reads_owners_of_keys(step: Any, rows: Any) -> bool:  # the last query of the data
         return str(step.query).startswith("SELECT secure_apps.tag \nFROM secure_apps")
 
-    plan = faults.data.before(Point.READ, erase_ada, when=reads_owners_of_keys)
+    plan = faults.data.before(Point.READ, partial(erase_ada, files), when=reads_owners_of_keys)
     async with db:
         assert (await verify(db)).problems == ()
     assert plan.happened
@@ -149,17 +150,13 @@ async def test_rotation_keeps_no_key_for_a_user_who_is_erased_meanwhile(files: P
     """The key is stored in one database, after the user was erased from both."""
     await fill(files)
 
-    async def erase_ada() -> None:
-        async with files.maintained() as another:
-            assert (await erase_user(another, APP, "ada")).users == 1
-
     ((ada,),) = query(files.data, "SELECT min(id) FROM secure_users")
 
     def reads_ada(step: Any, rows: Any) -> bool:
         return "secure_users.state" in str(step.query) and ada in [row[0] for row in rows]
 
     db, faults = with_faults(files.maintained)
-    plan = faults.data.after(Point.READ, erase_ada, when=reads_ada)
+    plan = faults.data.after(Point.READ, partial(erase_ada, files), when=reads_ada)
     async with db:
         assert (await rotate_data(db)).bad == 0
         assert plan.happened

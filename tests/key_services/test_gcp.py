@@ -149,11 +149,6 @@ async def test_call_is_repeated_after_a_retryable_error(
     assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
 
 
-async def test_missing_key_is_named(cloud_kms: CloudKms) -> None:
-    error = await failure(GcpKmsKey(f"{RING}/missing", endpoint=cloud_kms.endpoint))
-    assert "no such key" in str(error)
-
-
 async def test_missing_credentials_are_named(
     cloud_kms: CloudKms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,10 @@
 """Databases for the tests of maintenance, and their content.
 
 `url` (tests/conftest.py) is an empty database for services, and `place` the same one for plain SQL
-behind their backs: `run_sql` changes it and `query` reads it.  `fill` has a service write sessions,
-events and states, `content` reads them, and `assert_whole` verifies the database.  `interrupt`
-leaves a rotation unfinished.  Two more helpers end or disturb a run at a chosen statement:
-tests/faults.py in this process, dying.py in a process that is killed there.
+behind their backs: `run_sql` changes it, `query` and `all_rows` read it.  `fill` has a service
+write sessions, events and states, `content` reads them, and `assert_whole` verifies the database.
+`interrupt` leaves a rotation unfinished.  Two more helpers end or disturb a run at a chosen
+statement: tests/faults.py in this process, dying.py in a process that is killed there.
 """
 
 import warnings
@@ -30,6 +30,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     verify,
 )
+from adk_secure_sessions.storage.schema import metadata
 
 OLD, NEW, OTHER = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
 APP = "clinic"
@@ -125,3 +126,10 @@ def query(place: sa.URL, statement: str) -> list[tuple[Any, ...]]:
         rows = [tuple(row) for row in connection.execute(sa.text(statement))]
     engine.dispose()
     return rows
+
+
+def all_rows(place: sa.URL) -> dict[str, list[tuple[Any, ...]]]:
+    """The rows of each table, in an order that does not depend on the database."""
+    return {
+        name: sorted(query(place, f"SELECT * FROM {name}"), key=repr) for name in metadata.tables
+    }

@@ -120,7 +120,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
     await fill(url, users=["ada"], sessions=1)
     async with Database(url, BACKEND) as db:
         db.limits = StatementLimits(lock_wait=0)
-        values = records_of_one(path)
+        values = [wrapped_of(sa.URL.create("sqlite", database=str(path)))]
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM secure_events").fetchone()
@@ -135,14 +135,6 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
             commit=False,
         )
         assert timeout == 30_000  # as it was
-
-
-def records_of_one(path: Path) -> list[bytes]:
-    with closing(sqlite3.connect(path)) as connection:
-        rows = connection.execute(
-            "SELECT wrapped FROM secure_data_keys WHERE owner IN (SELECT tag FROM secure_users)"
-        )
-        return [wrapped for (wrapped,) in rows]
 
 
 # --- servers -------------------------------------------------------------------------------------

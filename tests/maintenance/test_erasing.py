@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,19 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.storage.schema import metadata
 from tests.faults import Point, with_faults
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import APP, NEW, OLD, assert_whole, event, fill, query, run_sql
+from tests.maintenance.support import (
+    APP,
+    NEW,
+    OLD,
+    all_rows,
+    assert_whole,
+    event,
+    fill,
+    query,
+    run_sql,
+)
 from tests.on_servers.proxy import Cut, proxy_before
 from tests.processes import children
 from tests.servers import DRIVERS, PostgreSQL, Server
@@ -50,18 +58,6 @@ NOTHING = (0, 0, 0, 0, 0, 0)
 def counts(found: Erasure) -> tuple[int, ...]:
     """The counts alone, without `cleared` and `obstacle`."""
     return found.numbers[:6]
-
-
-def rows(place: sa.URL) -> dict[str, set[tuple[Any, ...]]]:
-    """All rows of all tables."""
-    engine = sa.create_engine(place)
-    with closing(engine.connect()) as connection:
-        found = {
-            name: {tuple(row) for row in connection.exec_driver_sql(f"SELECT * FROM {name}")}
-            for name in metadata.tables
-        }
-    engine.dispose()
-    return found
 
 
 @pytest.mark.parametrize("place", ["postgresql"], indirect=True)
@@ -85,11 +81,11 @@ async def test_trigger_that_undoes_the_deletion_is_reported(
     body = f"'BEGIN {action} RETURN NULL; END'"
     run_sql(place, f"CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS {body}")
     run_sql(place, f"CREATE {trigger} keep {when} FOR EACH ROW EXECUTE FUNCTION keep()")
-    before = rows(place)
+    before = all_rows(place)
     async with Database(url, BACKEND) as db:
         with pytest.raises(DatabaseError, match="does not delete the rows of the user"):
             await erase_user(db, APP, "ada")
-        assert rows(place) == before
+        assert all_rows(place) == before
         run_sql(place, "DROP FUNCTION keep() CASCADE")
         assert (await erase_user(db, APP, "ada")).users == 1
 
@@ -109,19 +105,19 @@ async def test_erasure_deletes_all_rows_of_the_user_and_none_of_others(
     url: str, place: sa.URL
 ) -> None:
     await fill(url, users=["bob"], sessions=3)
-    bobs = rows(place)
+    bobs = all_rows(place)
     await fill(url, users=["ada"], sessions=3)
-    both = rows(place)
+    both = all_rows(place)
     async with Database(url, BACKEND) as db:
         found = await erase_user(db, APP, "ada")
         assert counts(found) == (1, 1, 3, 0, 9, 4)
         assert found.rows == 18
-        assert rows(place) == bobs != both
+        assert all_rows(place) == bobs != both
         app, *of_ada = await lookup(db, APP, "ada", "s0")
         assert app.row is not None
         assert [one.row for one in of_ada] == [None, None]
         assert (await erase_user(db, APP, "ada")).rows == 0
-        assert rows(place) == bobs
+        assert all_rows(place) == bobs
     await assert_whole(url)
 
 
@@ -172,10 +168,10 @@ async def _erase_on_engine(url: str) -> None:
 
 async def test_dry_run_counts_the_same_and_deletes_nothing(url: str, place: sa.URL) -> None:
     await fill_with_large_state(url)
-    before = rows(place)
+    before = all_rows(place)
     async with Database(url, BACKEND) as db:
         would = await erase_user(db, APP, "ada", dry_run=True, rewrite=True)
-        assert rows(place) == before
+        assert all_rows(place) == before
         assert (would.cleared, would.obstacle) == (False, "nothing was deleted")
         assert counts(would) == counts(await erase_user(db, APP, "ada"))
         assert counts(await erase_user(db, APP, "ada", dry_run=True)) == NOTHING
@@ -183,7 +179,7 @@ async def test_dry_run_counts_the_same_and_deletes_nothing(url: str, place: sa.U
 
 async def test_erasing_a_user_who_does_not_exist_is_no_error(url: str, place: sa.URL) -> None:
     await fill(url)
-    before = rows(place)
+    before = all_rows(place)
     async with Database(url, BACKEND) as db:
         for app, user in ((APP, "eve"), ("bank", "ada"), (APP, ""), ("", "")):
             assert counts(await erase_user(db, app, user)) == NOTHING
@@ -191,7 +187,7 @@ async def test_erasing_a_user_who_does_not_exist_is_no_error(url: str, place: sa
         for wrong in (None, 7, b"ada"):
             with pytest.raises(ConfigurationError, match="must be text"):
                 await erase_user(db, APP, wrong)
-    assert rows(place) == before
+    assert all_rows(place) == before
 
 
 async def test_user_with_more_sessions_than_one_statement_names_is_erased(
@@ -235,7 +231,7 @@ TAMPERED = {  # a user for each: how their rows are tampered with, and what is t
 
 async def test_rows_that_cannot_be_decrypted_are_erased(url: str, place: sa.URL) -> None:
     await fill(url, users=["bob"])
-    bobs = rows(place)
+    bobs = all_rows(place)
     await fill(url, users=[*TAMPERED], sessions=1, events=2)
     async with Database(url, BACKEND) as db:
         for name, (statement, expected) in TAMPERED.items():
@@ -245,7 +241,7 @@ async def test_rows_that_cannot_be_decrypted_are_erased(url: str, place: sa.URL)
             assert run_sql(place, statement, **bound) or name == "none"
             assert counts(await erase_user(db, APP, name, dry_run=True)) == expected, name
             assert counts(await erase_user(db, APP, name)) == expected, name
-    assert rows(place) == bobs
+    assert all_rows(place) == bobs
 
 
 async def test_session_whose_tag_is_text_is_erased(file_url: str) -> None:
@@ -446,7 +442,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
             )  # fmt: skip
         await engine.dispose()
         assert (await asyncio.wrap_future(erasures[0])).was_migrated
-        left = {name: len(found) for name, found in rows(place).items()}
+        left = {name: len(found) for name, found in all_rows(place).items()}
         assert (left["secure_users"], left["secure_sessions"], left["secure_events"]) == (0, 0, 0)
         await assert_whole(url)
         async with Database(url, BACKEND) as db:
@@ -488,7 +484,7 @@ async def test_services_that_write_during_erasures_leave_no_row_behind(
     url: str, place: sa.URL
 ) -> None:
     await fill(url, users=["bob"])
-    bobs = rows(place)
+    bobs = all_rows(place)
     jobs = [(create_and_append, url, f"p{n}", 20) for n in range(3)]
     erased = 0
     with children(*jobs) as running:
@@ -504,7 +500,7 @@ async def test_services_that_write_during_erasures_leave_no_row_behind(
             await erase_user(db, APP, "ada")
             assert (await erase_user(db, APP, "ada")).rows == 0
     assert erased, "nothing was erased while they wrote"
-    left = rows(place)
+    left = all_rows(place)
     app_rows = {"secure_apps", "secure_witnesses"}  # the app's state has changed
     assert {name: len(left[name]) for name in left} == {name: len(bobs[name]) for name in bobs}
     assert [name for name in left if name not in app_rows and left[name] != bobs[name]] == []
@@ -534,16 +530,16 @@ def erase_and_die(say: Say, url: str, pattern: str, number: int) -> None:
 
 async def test_erasure_that_is_killed_has_done_all_or_nothing(url: str, place: sa.URL) -> None:
     await fill(url, users=["bob"], sessions=1)
-    bobs = rows(place)
+    bobs = all_rows(place)
     await fill(url, users=["ada"], sessions=1)
-    before = rows(place)
+    before = all_rows(place)
     for number in (1, 2, 4, 7):  # there are seven deletions
         with children((erase_and_die, url, "^DELETE", number)) as (child,):
             assert await asyncio.to_thread(list, child.said()) == []
-        assert rows(place) == before
+        assert all_rows(place) == before
     with children((erase_and_die, url, CLEARING, 1)) as (child,):  # all is committed
         assert await asyncio.to_thread(list, child.said()) == []
-    assert rows(place) == bobs
+    assert all_rows(place) == bobs
 
 
 @pytest.mark.parametrize("kind", DRIVERS)
