@@ -40,21 +40,19 @@ def test_prefixes_are_those_of_adk() -> None:
     assert ours == (State.APP_PREFIX, State.USER_PREFIX, State.TEMP_PREFIX)
 
 
-def test_keys_go_to_their_scope_without_prefix() -> None:
-    scopes = json_text.split_scopes({"app:a": 1, "user:b": 2, "c": 3, "temp:d": 4})
-    assert scopes == ({"a": 1}, {"b": 2}, {"c": 3})
+def test_keys_go_to_their_scope_without_their_first_prefix() -> None:
+    state = {"app:a": 1, "user:b": 2, "c": 3, "temp:d": 4}
+    more = {"app:user:a": 1, "user:app:b": 2, "user:": 3, "apple": 4, "App:c": 5}
+    assert json_text.split_scopes(state | more) == (
+        {"a": 1, "user:a": 1},
+        {"b": 2, "app:b": 2, "": 3},
+        {"c": 3, "apple": 4, "App:c": 5},
+    )
 
 
 @pytest.mark.parametrize("state", [None, {}, {"temp:a": 1}])
 def test_nothing_to_store_gives_three_empty_scopes(state: dict[str, Any] | None) -> None:
     assert json_text.split_scopes(state) == ({}, {}, {})
-
-
-def test_only_the_first_prefix_counts() -> None:
-    scopes = json_text.split_scopes(
-        {"app:user:a": 1, "user:app:b": 2, "user:": 3, "apple": 4, "App:c": 5}
-    )
-    assert scopes == ({"user:a": 1}, {"app:b": 2, "": 3}, {"apple": 4, "App:c": 5})
 
 
 def test_merge_leaves_its_arguments_alone() -> None:

@@ -113,16 +113,15 @@ async def recreate(db: Database, who: SessionIds, events: int) -> None:
             await service.append_event(session, new_event(number + 50))
 
 
-async def test_row_of_a_deleted_session_replayed_is_rejected(db: Database) -> None:
+@pytest.mark.parametrize(
+    ("table", "impact"), [("secure_sessions", SESSION), ("secure_witnesses", SESSION_BY_ID)]
+)
+async def test_row_or_witness_of_a_deleted_session_replayed_is_rejected(
+    db: Database, table: str, impact: Impact
+) -> None:
     rows, _ = await delete_session_of(db, VISIT)
-    insert_rows(db, "secure_sessions", rows["secure_sessions"])
-    await assert_rejected(db, SESSION, TamperedError)
-
-
-async def test_witness_of_a_deleted_session_replayed_is_detected(db: Database) -> None:
-    rows, _ = await delete_session_of(db, VISIT)
-    insert_rows(db, "secure_witnesses", rows["secure_witnesses"])
-    await assert_rejected(db, SESSION_BY_ID, TamperedError)
+    insert_rows(db, table, rows[table])
+    await assert_rejected(db, impact, TamperedError)
 
 
 async def test_events_of_a_deleted_session_replayed_do_not_return(db: Database) -> None:
