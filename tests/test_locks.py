@@ -20,16 +20,15 @@ def known(locks: LoopLocks) -> int:
     return len(locks._locks)
 
 
-async def test_one_key_is_held_by_one_task_at_a_time() -> None:
+@pytest.mark.parametrize(
+    ("keys", "logged"),
+    [("aaaaa", ["in", "out"] * 5), ("abc", ["in"] * 3 + ["out"] * 3)],
+    ids=["one key", "different keys"],
+)
+async def test_only_tasks_of_one_key_wait_for_each_other(keys: str, logged: list[str]) -> None:
     locks, log = LoopLocks(), list[str]()
-    await asyncio.gather(*(worker(locks, "key", log) for _ in range(5)))
-    assert log == ["in", "out"] * 5
-
-
-async def test_different_keys_do_not_wait_for_each_other() -> None:
-    locks, log = LoopLocks(), list[str]()
-    await asyncio.gather(*(worker(locks, f"key {number}", log) for number in range(3)))
-    assert log == ["in"] * 3 + ["out"] * 3
+    await asyncio.gather(*(worker(locks, key, log) for key in keys))
+    assert log == logged
 
 
 async def test_lock_that_no_task_wants_is_removed() -> None:

@@ -25,19 +25,16 @@ def test_entry_put_first_is_forgotten_first() -> None:
     assert held(filled(2, "a", "b", "c"), "abc") == "bc"
 
 
-def test_entry_used_last_is_kept() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_entry_read_or_replaced_last_is_kept(replaced: bool) -> None:
     lru = filled(2, "a", "b")
-    lru.get("a")
+    if replaced:
+        lru.put("a", "new")
+    else:
+        lru.get("a")
     lru.put("c", "C")
     assert held(lru, "abc") == "ac"
-
-
-def test_putting_again_replaces_and_counts_as_use() -> None:
-    lru = filled(2, "a", "b")
-    lru.put("a", "new")
-    lru.put("c", "C")
-    assert held(lru, "abc") == "ac"
-    assert lru.get("a") == "new"
+    assert lru.get("a") == ("new" if replaced else "A")
 
 
 def test_dropped_key_is_gone() -> None:

@@ -156,6 +156,12 @@ def files_of(path: Path) -> dict[str, bytes]:
     }
 
 
+def present(path: Path, values: list[bytes]) -> int:
+    """How many of *values* are somewhere in the database or beside it."""
+    content = b"".join(files_of(path).values())
+    return sum(value in content for value in values)
+
+
 def all_of(error: BaseException) -> str:
     """An error as a log shows it, with its chain, and the attributes that it carries."""
     return "".join([*traceback.format_exception(error), *texts_of(error)])

@@ -3,8 +3,6 @@
 import asyncio
 import re
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,12 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, EncryptedSessionService
 from adk_secure_sessions.migration import AdkTables, migrate
+from tests.attacks.support import Dump, dump
 from tests.cli.support import commands, confirmed, on, run
 from tests.cli.test_running import on_terminal
 from tests.maintenance.support import OLD, event, fill, query
 from tests.migration.support import database
+from tests.sqlite_files import execute
 
 IRREVOCABLE = ("erase-user", "migrate erase-source", "move-keys", "separate")
 
@@ -39,8 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     asyncio.run(make())
     for name in ("adk", "sessions"):
-        with closing(sqlite3.connect(directory / f"{name}.db")) as connection:
-            connection.execute("VACUUM INTO ?", [str(directory / f"{name}-copy.db")])
+        execute(directory / f"{name}.db", "VACUUM INTO ?", [str(directory / f"{name}-copy.db")])
     return directory
 
 
@@ -69,12 +68,8 @@ def name(command: str, suffix: str = "") -> str:
     return f"adk{suffix}.db" if command == "migrate erase-source" else f"sessions{suffix}.db"
 
 
-def contents(directory: Path) -> dict[str, list[str]]:
-    found = {}
-    for path in directory.glob("*.db"):
-        with closing(sqlite3.connect(path)) as connection:
-            found[path.name] = list(connection.iterdump())
-    return found
+def contents(directory: Path) -> dict[str, Dump]:
+    return {path.name: dump(path) for path in directory.glob("*.db")}
 
 
 def test_only_irrevocable_commands_ask_for_a_name() -> None:

@@ -75,10 +75,6 @@ def names(leaks: Iterable[Leak]) -> set[str]:
     return {leak.name for leak in leaks}
 
 
-def turned_on(environment: dict[str, str]) -> set[str]:
-    return names(in_environment(environment)[0])
-
-
 def message(text: str) -> types.Content:
     return types.Content(role="user", parts=[types.Part(text=text)])
 

@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance import Database, erase_user
 from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.storage.schema import data_keys
-from tests.attacks.needles import files_of
+from tests.attacks.needles import files_of, present
 from tests.maintenance.support import APP, OLD, event, fill, query
 from tests.servers import DRIVERS, MariaDB, PostgreSQL, Server, unavailable
 
@@ -73,12 +73,6 @@ def records_of(path: Path, tags: list[bytes]) -> list[bytes]:
 async def tags_of(db: Database, users: list[str]) -> list[bytes]:
     index_master = (await db.keyring()).index_master
     return [index_master.tag_of(APP, user) for user in users]
-
-
-def present(path: Path, values: list[bytes]) -> int:
-    """How many of *values* are somewhere in the database or beside it."""
-    content = b"".join(files_of(path).values())
-    return sum(value in content for value in values)
 
 
 async def test_sqlite_files_hold_no_bytes_of_erased_rows(path: Path) -> None:

@@ -21,7 +21,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.maintenance.database import StatementLimits
-from tests.attacks.needles import files_of
+from tests.attacks.needles import files_of, present
 from tests.cli.support import run
 from tests.maintenance.support import APP, OLD, assert_whole, fill, plaintext_backend
 from tests.servers import MariaDB, unavailable
@@ -59,11 +59,6 @@ async def leave_no_op(url: str) -> None:
         assert (await rotate_master(db)).left == 0
         assert (await rotate_data(db)).left == 0
         assert (await retire(db)).kept == 0
-
-
-def present(path: Path, needles: list[bytes]) -> int:
-    content = b"".join(files_of(path).values())
-    return sum(text in content for text in needles)
 
 
 @each_size

@@ -92,15 +92,6 @@ async def test_append_during_a_pause_of_the_server_is_stored_once(
 # --- deadlocks -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def by_admin(server: Server) -> Callable[[str], None]:
-    def run(statement: str) -> None:
-        with server.admin.connect() as connection:
-            connection.exec_driver_sql(statement)
-
-    return run
-
-
 def deadlocks(server: Server) -> int:
     with server.admin.connect() as connection:
         if server.admin.dialect.name == "postgresql":
@@ -136,14 +127,14 @@ TABLES = ("secure_users", "secure_sessions")
 async def test_write_that_the_server_ends_because_of_a_deadlock_is_made_once(
     url: sa.URL,
     server: Server,
-    by_admin: Callable[[str], None],
     operation: str,
     record: Record,
 ) -> None:
     """Another program locks the same rows, in one order and in the other."""
     if server.admin.dialect.name == "postgresql":
         # The server ends the transaction that notices the deadlock: the service's looks first.
-        by_admin(f"ALTER ROLE {url.username} SET deadlock_timeout = '300ms'")
+        with server.admin.connect() as connection:
+            connection.exec_driver_sql(f"ALTER ROLE {url.username} SET deadlock_timeout = '300ms'")
     before = deadlocks(server)
     times = 0
     async with EncryptedSessionService(url, AesGcmBackend(KEY)) as service:
