@@ -296,6 +296,30 @@ def fork_while_a_thread_writes(say: Say, url: str) -> None:
     say(asyncio.run(append_to(service, "s")))
 
 
+def fork_while_a_thread_reads(say: Say, url: str) -> None:
+    """Calls that begin during a fork wait for its end."""
+    service, ends = open_service(url), threading.Event()
+    asyncio.run(append_to(service, "s"))
+    in_memory = open_service("sqlite://")
+    asyncio.run(append_to(in_memory, "s"))
+
+    async def read() -> None:
+        while not ends.is_set():
+            await found(service, "s")
+
+    def child() -> None:
+        assert asyncio.run(append_to(service, "s")) > 1
+
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(lambda: asyncio.run(read()))
+        began = time.monotonic()
+        statuses = [ended(forked(child)) for _ in range(5)]
+        assert time.monotonic() - began < 5 * sqlite._FORK_TIMEOUT
+        ends.set()
+        reading.result()
+    say(statuses)
+
+
 def close_in_a_fork_during_an_operation(say: Say, url: str) -> None:
     """The child neither waits for the parent's task nor closes the parent's connections."""
     service = open_service(url)
@@ -393,6 +417,7 @@ def fork_with_database_in_memory(say: Say, _url: str) -> None:
         (close_in_a_fork_during_an_operation, 6, "postgresql"),
         pytest.param(close_in_a_fork_during_an_operation, 6, "mariadb", marks=pytest.mark.soak),
         (fork_while_a_thread_writes, 3, "sqlite"),
+        (fork_while_a_thread_reads, [0] * 5, "sqlite"),
         (search_in_a_fork_while_a_thread_has_the_locks, 0, "sqlite"),
         (fork_with_database_in_memory, 0, "sqlite"),
     ],

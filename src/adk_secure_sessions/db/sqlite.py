@@ -36,6 +36,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
 from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
@@ -203,7 +204,6 @@ class SqliteExecutor:
 
     def _forget_threads(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
@@ -230,14 +230,16 @@ class SqliteExecutor:
         return await self._submit(run, reads=not commit, on_engine=True)
 
     async def close(self) -> None:
-        if os.getpid() != self._pid:
-            self._forget_parent()
-        with self._lock:
+        with _lock.lock:
+            if os.getpid() != self._pid:
+                self._forget_parent()
             threads = self._take_threads()
         if threads:
             await asyncio.to_thread(_stop, threads)
         self._engine.dispose()
-        self._file.forget()
+        with _lock.lock:
+            if all(thread.file is not self._file for thread in _running):
+                self._file.forget()
 
     async def _submit(
         self,
@@ -247,15 +249,15 @@ class SqliteExecutor:
         reads: bool = False,
         on_engine: bool = False,
     ) -> T:
-        if os.getpid() != self._pid:
-            if self._memory:
-                raise ConfigurationError(
-                    "a database in memory does not survive a fork: "
-                    "create the service in the child process, or use a file"
-                )
-            self._forget_parent()
         job = Job(work, on_engine=on_engine, reads=reads)
-        with self._lock:  # otherwise, `close` could end the thread before the job is queued
+        with _lock.lock:  # otherwise, `close` could end the thread before the job is queued
+            if os.getpid() != self._pid:
+                if self._memory:
+                    raise ConfigurationError(
+                        "a database in memory does not survive a fork: "
+                        "create the service in the child process, or use a file"
+                    )
+                self._forget_parent()
             threads = self._threads or self._start()
             readers = reads and not on_engine and len(threads) > 1
             # If several threads are idle, `min` returns the first one.  So the first thread is used
@@ -276,6 +278,8 @@ class SqliteExecutor:
             for index in range(number)
         ]
         self._finalizer = weakref.finalize(self, _stop, self._threads)
+        if not self._memory:
+            _running.update(self._threads)
         return self._threads
 
     def _take_threads(self) -> "list[WorkerThread]":
@@ -293,38 +297,55 @@ class SqliteExecutor:
 
 
 _of_files: "weakref.WeakKeyDictionary[SqliteExecutor, None]" = weakref.WeakKeyDictionary()
-_running: "set[WorkerThread]" = set()  # those that have not closed their connection yet
+_lock = ThreadLock()  # held to start threads, to give them jobs, to take them away, and to fork
+_forking: list[int] = []  # the id of the thread that holds `_lock` to fork
+_running: "set[WorkerThread]" = set()  # those that may have a connection to a file
 # The device and the inode of each file to which the parent process had a connection in the fork.
 _inherited: set[tuple[int, int]] = set()
 
 
 def _before_fork() -> None:
-    """Close the connections to files, after the running calls.
+    """Close the connections to files, and let nobody open new ones before the fork.
 
     SQLite in the child would believe that it has the parent's locks.  The parent could then delete
-    the write-ahead log into which the child writes, or the child could wait for a lock forever.  If
-    a call takes longer than `_FORK_TIMEOUT`, the child cannot use its file.
+    the write-ahead log into which the child writes, or the child could wait for a lock forever.
+
+    Calls that have begun may end first; this blocks the forking thread, and other calls, for at
+    most `_FORK_TIMEOUT`.  If a call takes longer, the child cannot use its file.
     """
     deadline = time.monotonic() + _FORK_TIMEOUT
+    if not _lock.lock.acquire(timeout=_FORK_TIMEOUT):
+        return
+    _forking.append(threading.get_ident())
     executors = [one for reference in _of_files.keyrefs() if (one := reference()) is not None]
     executors = [one for one in executors if one._pid == os.getpid()]
     for executor in executors:
-        with executor._lock:
-            for thread in executor._take_threads():
-                thread.queue.put(None)
+        for thread in executor._take_threads():
+            thread.queue.put(None)
     for thread in list(_running):
         thread.thread.join(max(deadline - time.monotonic(), 0))
     for executor in executors:
         executor._engine.dispose()
 
 
+def _after_fork_in_parent() -> None:
+    if _forking == [threading.get_ident()]:
+        _forking.clear()
+        _lock.lock.release()
+
+
 def _after_fork_in_child() -> None:
+    _forking.clear()
     _inherited.update(thread.file.known[1:] for thread in _running if thread.file.known)
     _running.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
 
 
 class FileIdentity:
@@ -494,7 +515,6 @@ class WorkerThread:
             name=f"adk-secure-sessions-{'writer' if writes else 'reader'}",
             daemon=True,
         )
-        _running.add(self)
         self.thread.start()
 
     @property
@@ -543,9 +563,11 @@ class WorkerThread:
             # Discard the jobs, which refer to decrypted rows: this thread may wait for a long time
             # for the next job.
             batch = []
-        if driver is not None:
-            driver.close()
-        _running.discard(self)
+        try:
+            if driver is not None:
+                driver.close()
+        finally:
+            _running.discard(self)
 
     def _run(self, job: Job, connection: Any) -> None:
         self._job = job
