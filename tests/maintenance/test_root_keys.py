@@ -16,7 +16,7 @@ from adk_secure_sessions import (
     StaticKey,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import Database, rotate_root, verify
+from adk_secure_sessions.maintenance import Database, rotate_master, rotate_root, verify
 from tests.faults import Point, with_faults
 from tests.maintenance.support import (
     APP,
@@ -143,6 +143,24 @@ async def test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so(url: 
     assert isinstance(error, SecureSessionError)
     assert "was changed meanwhile" in str(error)
     await assert_readable(url, backends[outcomes.index(error) ^ 1])
+
+
+async def test_master_key_that_is_added_meanwhile_ends_the_rotation(url: str) -> None:
+    """Otherwise, the old root key would still wrap it, and may be destroyed."""
+    await fill(url)
+
+    async def add() -> None:
+        async with Database(url, old()) as other:
+            await rotate_master(other)
+
+    db, faults = with_faults(lambda: Database(url, new(), [old()]))
+    async with db:
+        await db.keyring()
+        faults.keys.before(Point.RUN, add, nth=2)  # after the survey
+        with pytest.raises(SecureSessionError, match="was changed meanwhile"):
+            await rotate_root(db)
+        assert len((await rotate_root(db)).rotated) == 3
+    await assert_readable(url, new())
 
 
 async def test_master_keys_stored_as_plaintext_are_left_unchanged(file_url: str) -> None:

@@ -22,7 +22,7 @@ from adk_secure_sessions.keys.keyring import (
     unwrap_master_key,
 )
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
-from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows, number_of
+from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
@@ -37,7 +37,7 @@ from adk_secure_sessions.maintenance.rotation import (
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.pages import Span
-from adk_secure_sessions.storage.queries import DATA_KEYS
+from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 
@@ -137,7 +137,7 @@ class _MasterRotationRun(Rotation):
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
             await self._db.unit.change_keys(
-                partial(_insert_master, fresh, len(survey.keyring), database_id)
+                partial(_insert_master, fresh, set(survey.keyring), database_id)
             )
 
     async def _replace_old_keys(self) -> bool:
@@ -186,17 +186,17 @@ class _MasterRotationRun(Rotation):
 
 
 def _insert_master(
-    row: MasterKeyRow, known: int, database_id: bytes, connection: sa.Connection
+    row: MasterKeyRow, known: set[MasterKeyRow], database_id: bytes, connection: sa.Connection
 ) -> None:
-    """Add *row* to the keyring if it still has *known* rows, and the database still has its id.
+    """Add *row* to the keyring if it is still *known*, and the database still has its id.
 
     The new row changes the number of rows: at the latest when a service stores a data key, it
     detects that, and reads the keyring again.  If `separate` has replaced the id, nobody could
     open the database with *row*, which is bound to *database_id*.
     """
     is_separated = meta.read(connection, meta.DATABASE_ID, lock=True) != database_id.hex()
-    number = connection.scalar(number_of(keyring_table))
-    if number == known and not is_separated:
+    stored = {MasterKeyRow(*values) for values in connection.execute(MASTER_KEYS)}
+    if stored == known and not is_separated:
         connection.execute(sa.insert(keyring_table).values(row._asdict()))
 
 

@@ -1,5 +1,6 @@
 """Replace the root key: wrap the master keys (a few rows) with a new root key."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +13,7 @@ from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, un
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, counter
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import keyring
 
@@ -45,8 +47,8 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 
     One transaction replaces all rows of the keyring, so a killed run replaces all rows or none.  If
-    one of the rows has changed since it was read, it replaces no row.  Services can keep running,
-    but a service that starts later needs the new root key.  A second run changes nothing.
+    the keyring has changed since it was read, it replaces no row.  Services can keep running, but a
+    service that starts later needs the new root key.  A second run changes nothing.
 
     In *db*, `backend` has the new root key, and `additional_backends` have the old one.  After an
     error, nothing was written.
@@ -71,7 +73,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
-        if not await db.unit.change_keys(partial(replace_master_keys, old, new)):
+        if not await db.unit.change_keys(partial(replace_master_keys, rows, new)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )
@@ -80,11 +82,15 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
 
 
 def replace_master_keys(
-    old: list[MasterKeyRow], new: list[MasterKeyRow], connection: sa.Connection
+    known: Sequence[MasterKeyRow], new: list[MasterKeyRow], connection: sa.Connection
 ) -> bool:
-    """Replace all keyring rows *old* by *new*, or none; return False if one has changed."""
+    """Store the rows *new* in place of those with their ids, or none.
+
+    Return False if the keyring is not *known* any more: the old root key may wrap an added row.
+    """
+    meta.read(connection, meta.DATABASE_ID, lock=True)  # `rotate master` adds rows with this lock
     stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
-    if not stored.issuperset(old):
+    if stored != set(known):
         # An earlier attempt may have been committed although its connection was lost.
         return stored.issuperset(new)
     for row in new:

@@ -41,7 +41,6 @@ from adk_secure_sessions.storage.feature_list import (
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
-from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import FeatureName, TableSet, check, survey_database
 
 _CHANGED = (
@@ -237,8 +236,7 @@ def _store(
     # An earlier attempt may have been committed, although its connection was lost.
     if current[0] == meta_rows[meta.DATABASE_ID]:
         return True
-    is_same = connection.scalar(number_of(keyring_table)) == len(old) and tuple(current) == expected
-    if not (is_same and replace_master_keys(old, new, connection)):
+    if tuple(current) != expected or not replace_master_keys(old, new, connection):
         return False
     for name, value in meta_rows.items():
         meta.put(connection, name, value)
