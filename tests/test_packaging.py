@@ -147,7 +147,7 @@ def test_index_renders_the_description(repository: str | None) -> None:
     assert rendered is not None
     html = Html(rendered)
     assert html.tags.count("table") == 1
-    assert html.tags.count("pre") == 4
+    assert html.tags.count("pre") == 5
     # The renderer gives each heading a link to itself.
     addresses = [one for one in html.addresses if not one.startswith("#user-content-")]
     assert len(addresses) >= (1 if repository is None else 20)
