@@ -9,7 +9,7 @@ import re
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,8 @@ from adk_secure_sessions import (
     EncryptionBackend,
     FernetBackend,
 )
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.keyring import DATA, Keyring, new_master
-from adk_secure_sessions.storage import opening as setup
 from examples.vectors.fixed import MICROSECONDS, TIME, Json, counting, made
 from examples.vectors.keys import root_key_id
 
@@ -157,25 +157,19 @@ def fixed() -> Iterator[None]:
         f"{package}.backends.aes_gcm.secrets": secrets_,
         f"{package}.backends.fernet.secrets": secrets_,
         f"{package}.keys.keyring.secrets": secrets_,
-        f"{package}.keys.data_keys.time": clock,
         f"{package}.storage.opening.secrets": secrets_,
-        f"{package}.storage.opening.time": clock,
         f"{package}.storage.schema.secrets": secrets_,
         f"{package}.storage.schema.time": clock,
         f"{package}.storage.schema._last_row_id": 0,
-        f"{package}.storage.features.collections.time": clock,
         f"{package}.service.platform_time": clock,
+        f"{package}.formats.times.time": clock,
         f"{package}.formats.events.encode": _encode,
         f"{package}.formats.events._PREFIX": _PREFIX,
     }
-    patches = [mock.patch(name, value) for name, value in replaced.items()]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        for name, value in replaced.items():
+            patches.enter_context(mock.patch(name, value))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def _encode(event: Event) -> bytes:
@@ -226,8 +220,7 @@ async def _add_master(path: Path, backend: EncryptionBackend) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         query = "SELECT value FROM secure_meta WHERE name = 'database_id'"
         ((database_id,),) = connection.execute(query)
-        now = vars(setup)["time"].time_ns() // 1000  # the fixed clock
-        row, _ = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), now)
+        row, _ = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), time_now())
         connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
 
 
