@@ -289,9 +289,8 @@ class SqliteExecutor:
         return threads
 
     def _forget_parent(self) -> None:
-        """Start again in a forked process, which has neither the parent's threads nor its locks."""
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        """Start again in a forked process, which does not have the parent's threads."""
+        self._take_threads()
         self._engine.dispose(close=False)  # closing the connections would break them for the parent
         self._forget_threads()
 
@@ -317,8 +316,8 @@ def _before_fork() -> None:
     if not _lock.lock.acquire(timeout=_FORK_TIMEOUT):
         return
     _forking.append(threading.get_ident())
-    executors = [one for reference in _of_files.keyrefs() if (one := reference()) is not None]
-    executors = [one for one in executors if one._pid == os.getpid()]
+    alive = [executor for reference in _of_files.keyrefs() if (executor := reference()) is not None]
+    executors = [executor for executor in alive if executor._pid == os.getpid()]
     for executor in executors:
         for thread in executor._take_threads():
             thread.queue.put(None)
