@@ -420,7 +420,7 @@ async def test_cancelled_access_ends_at_once_and_is_recorded(
     log: Log, url: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with service_of(url, audit=Audit("blind")) as service:
-        monkeypatch.setattr(service._unit, "_open_keyring", lambda _: asyncio.sleep(60))
+        monkeypatch.setattr(service._runner, "_open_keyring", lambda _: asyncio.sleep(60))
         read = asyncio.ensure_future(service.get_session(**IDS))
         await asyncio.sleep(0.05)
         read.cancel()

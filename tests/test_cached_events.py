@@ -81,7 +81,7 @@ async def converse(service: EncryptedSessionService, first: int, number: int) ->
 async def bring(service: EncryptedSessionService, version: str, *numbers: int) -> None:
     """Import the session with events *numbers*, as `migrate` does."""
     copied = [SourceEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
-    await Imports(service._unit).import_session(
+    await Imports(service._runner).import_session(
         APP,
         USER,
         NAME,
@@ -254,7 +254,7 @@ async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path)
 
 def cached(service: EncryptedSessionService) -> int:
     """The size of the cache; a private attribute, since no public one tells."""
-    opened = service._unit._opened
+    opened = service._runner._opened
     return opened.row_cache.histories.size if opened else 0
 
 
@@ -340,9 +340,9 @@ async def test_cache_never_exceeds_its_size(tmp_path: Path) -> None:
 async def test_events_are_in_no_repr_and_in_no_pickle(tmp_path: Path) -> None:
     async with service_on(tmp_path) as service:
         await filled(service)
-        unit = service._unit
-        history = unit._opened.row_cache.histories if unit._opened else None
-        for one in (service, unit, unit._opened, history):
+        runner = service._runner
+        history = runner._opened.row_cache.histories if runner._opened else None
+        for one in (service, runner, runner._opened, history):
             assert TEXT not in repr(one)
         with pytest.raises(TypeError):
             pickle.dumps(service)

@@ -24,7 +24,7 @@ def caches(holder: object) -> list[Lru[object, object]]:
     values = holder if isinstance(holder, tuple) else tuple(vars(holder).values())
     found = [value for value in values if isinstance(value, Lru) and value.limit]
     for value in values:
-        if type(value).__name__ in ("KeyCache", "RowCache", "UnitOfWork", "_OpenState"):
+        if type(value).__name__ in ("KeyCache", "RowCache", "OperationRunner", "_OpenState"):
             found += caches(value)
     return found
 
@@ -49,7 +49,7 @@ async def test_small_caches_stay_small_and_change_nothing(tmp_path: Path) -> Non
             )
             assert found == session
         assert len((await service.list_sessions(app_name="a")).sessions) == 40
-        sizes = [len(cache._entries) for cache in caches(service._unit)]
+        sizes = [len(cache._entries) for cache in caches(service._runner)]
         assert len(sizes) == 6, "a cache was added, or is no longer found"
         assert all(0 < size <= 5 for size in sizes), sizes
 
@@ -59,8 +59,8 @@ async def test_owners_that_were_found_for_a_wrapper_are_cached(tmp_path: Path) -
     async with EncryptedSessionService(url, backend) as service:
         await service.create_session(app_name="a", user_id="u")
     async with EncryptedSessionService(url, backend) as service:
-        await service._unit.run(EnsureOwners(await service._unit.identify("a", "u")))
-        opened = service._unit._opened
+        await service._runner.run(EnsureOwners(await service._runner.identify("a", "u")))
+        opened = service._runner._opened
         assert opened
         assert (len(opened.row_cache.apps._entries), len(opened.row_cache.users._entries)) == (1, 1)
 

@@ -107,12 +107,12 @@ SURFACE = {
     "features.search_index",
     "meta",
     "opening",
+    "operation_runner",
     "pages",
     "queries",
     "reads",
     "schema",
     "survey",
-    "unit_of_work",
     "writes",
 }
 MOST_NAMES = 71

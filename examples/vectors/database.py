@@ -199,13 +199,13 @@ async def _write(path: Path) -> list[int]:
         for app, user, name, state, events in _BY_AES:
             created.append(await _converse(service, app, user, name, state, events))
     async with EncryptedSessionService(url, second, [first]) as service:
-        opened = service._unit._open_keyring
+        opened = service._runner._open_keyring
 
         async def open_keyring(known: Keyring | None) -> Keyring:
             await _add_master(path, second)
             return await opened(known)
 
-        service._unit._open_keyring = open_keyring
+        service._runner._open_keyring = open_keyring
         for app, user, name, state, events in _BY_FERNET:
             created.append(await _converse(service, app, user, name, state, events))
         for app, user, name, events in _CONTINUED:

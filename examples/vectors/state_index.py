@@ -59,8 +59,8 @@ async def _write(path: Path) -> None:
         index_master = (await db.keyring()).index_master
         rows = {}
         for user, session, *_ in SESSIONS:
-            identity = await db.unit.identify(CLINIC, user, session)
-            found = await db.unit.run(GetSession(identity, lambda *_: None))
+            identity = await db.runner.identify(CLINIC, user, session)
+            found = await db.runner.run(GetSession(identity, lambda *_: None))
             assert found is not None
             rows[session] = found[0].session.row.id
     ticket = index_master.state_key(CLINIC, "ticket")

@@ -44,6 +44,7 @@ from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.expiry import Expiry
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
+from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import (
     NEVER,
     SessionVersion,
@@ -53,7 +54,6 @@ from adk_secure_sessions.storage.schema import (
     snapshots,
     users,
 )
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
 
 try:
@@ -162,35 +162,35 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         executors = executors_for(
             db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
         )
-        unit = UnitOfWork(
+        runner = OperationRunner(
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
             cache=cache,
             packing=packing,
         )
-        self._unit = unit
+        self._runner = runner
         self._creates_tables = create_tables
-        self._expiry = Expiry(unit, create_index=create_tables)
-        self._index = SearchIndex(unit, indexed_state_keys, create_table=create_tables)
-        self._collections = Collections(unit)
+        self._expiry = Expiry(runner, create_index=create_tables)
+        self._index = SearchIndex(runner, indexed_state_keys, create_table=create_tables)
+        self._collections = Collections(runner)
         self._skip = skip_unreadable_sessions
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
         is_stored = audit is not None and audit.table
-        trail = AuditTrail(unit, create_table=create_tables) if is_stored else None
-        self._recording = recording(unit, audit, trail)
+        trail = AuditTrail(runner, create_table=create_tables) if is_stored else None
+        self._recording = recording(runner, audit, trail)
 
     @property
     def backend(self) -> EncryptionBackend:
         """The backend that encrypts all new records."""
-        return self._unit.backends.writer
+        return self._runner.backends.writer
 
     @property
     def stores_plaintext(self) -> bool:
         """True if new records are stored as plaintext, because `backend` is a `NoOpBackend`."""
-        return self._unit.backends.stores_plaintext
+        return self._runner.backends.stores_plaintext
 
     @property
     def collections(self) -> Collections:
@@ -210,9 +210,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
         if self._recording.trail is None:
-            await self._unit.keyring()
+            await self._runner.keyring()
         else:
-            await AuditedCall(self._recording.trail).run(self._unit.keyring)
+            await AuditedCall(self._recording.trail).run(self._runner.keyring)
 
     @accessed("session.create")
     async def create_session(
@@ -262,7 +262,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         own = encode_state(scopes.session)
         if self._index.state_keys:
             await self._index.declare_configured(app_name)
-        identity = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._runner.identify(app_name, user_id, session_id)
         expires_at = NEVER
         if lifetime is not None:
             await self._expiry.feature.ensure()
@@ -270,7 +270,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         while True:
             creation = writes.CreateSession(identity, app_delta, user_delta, own, now, expires_at)
             try:
-                created = await self._unit.run(creation)
+                created = await self._runner.run(creation)
             except writes.DuplicateSession as duplicate:
                 may_have_expired = duplicate.may_have_expired
             else:
@@ -283,7 +283,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     @accessed("session.expire")
     async def _delete_expired(self, app_name: str, user_id: str, session_id: str) -> None:
         """Delete an expired session of any user, with an audit record of its own."""
-        identity = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._runner.identify(app_name, user_id, session_id)
         await self._expiry.delete_if_expired(identity)
 
     @accessed("session.read")
@@ -325,8 +325,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         # Stored times are rounded to microseconds: read from one microsecond earlier, and
         # compare the exact times below.
         since = None if after is None else microseconds(after) - 1
-        identity = await self._unit.identify(app_name, user_id, session_id)
-        loaded = await self._unit.run(
+        identity = await self._runner.identify(app_name, user_id, session_id)
+        loaded = await self._runner.run(
             reads.GetSession(identity, events.decode, limit, since, self._caches_events)
         )
         if loaded is None:
@@ -371,9 +371,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """
         check_ids(app_name, user_id, session_id)
         check_page(limit, order)
-        identity = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._runner.identify(app_name, user_id, session_id)
         position, newest = parse_event_position(after), order == "newest"
-        page = await self._unit.run(
+        page = await self._runner.run(
             reads.ListEvents(identity, events.decode, position, limit=limit, newest=newest)
         )
         if page is None:
@@ -421,9 +421,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """
         of_user = "" if user_id is None else user_id
         check_ids(app_name, of_user)
-        identity = await self._unit.identify(app_name, of_user)
+        identity = await self._runner.identify(app_name, of_user)
         listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skip)
-        return self._by_update(app_name, await self._unit.run(listing))
+        return self._by_update(app_name, await self._runner.run(listing))
 
     @accessed("sessions.list")
     async def list_sessions_page(
@@ -558,8 +558,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     ) -> reads.PageOfSessions:
         of_user = "" if user_id is None else user_id
         check_ids(app_name, of_user)
-        identity = await self._unit.identify(app_name, of_user)
-        return await self._unit.run(reads.ListPage(identity, options, of_app=user_id is None))
+        identity = await self._runner.identify(app_name, of_user)
+        return await self._runner.run(reads.ListPage(identity, options, of_app=user_id is None))
 
     def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
         views.sort(
@@ -591,15 +591,15 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
         """
         check_ids(app_name, user_id, session_id)
-        identity = await self._unit.identify(app_name, user_id, session_id)
-        await self._unit.run(writes.DeleteSession(identity))
+        identity = await self._runner.identify(app_name, user_id, session_id)
+        await self._runner.run(writes.DeleteSession(identity))
 
     @accessed("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix; `{}` for an unknown user."""
         check_ids(app_name, user_id)
-        identity = await self._unit.identify(app_name, user_id)
-        _, state = await self._unit.run(reads.GetStates(identity))
+        identity = await self._runner.identify(app_name, user_id)
+        _, state = await self._runner.run(reads.GetStates(identity))
         return load_state(state, "the user's state")
 
     @accessed("session.write")
@@ -660,9 +660,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         new = writes.NewEvent(events.encode(event), time_us, *scopes)
         if self._index.state_keys:
             await self._index.declare_configured(session.app_name)
-        identity = await self._unit.identify(session.app_name, session.user_id, session.id)
+        identity = await self._runner.identify(session.app_name, session.user_id, session.id)
         try:
-            await self._unit.run(writes.AppendEvent(identity, expected, new, apply_to_session))
+            await self._runner.run(writes.AppendEvent(identity, expected, new, apply_to_session))
         except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
         except writes.StaleRevision:
@@ -672,8 +672,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
-        identity = await self._unit.identify(session.app_name, session.user_id, session.id)
-        loaded = await self._unit.run(reads.GetSession(identity, events.decode, limit=1))
+        identity = await self._runner.identify(session.app_name, session.user_id, session.id)
+        loaded = await self._runner.run(reads.GetSession(identity, events.decode, limit=1))
         if loaded is None:
             raise SessionNotFoundError("Session not found.")
         view, last = loaded
@@ -693,7 +693,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """Close the connections and discard all keys; the next call opens the database again."""
         if self._recording.trail is not None:
             self._recording.trail.close()
-        await self._unit.close()
+        await self._runner.close()
 
 
 @hides_locals
@@ -798,7 +798,7 @@ def check_ids(
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
-def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -> Recording:
+def recording(runner: OperationRunner, audit: Audit | None, trail: AuditTrail | None) -> Recording:
     """Return how accesses are recorded: with ids in the form of *audit*, or not if it is None."""
     if audit is None:
         return Recording(None, None)
@@ -807,11 +807,11 @@ def recording(unit: UnitOfWork, audit: Audit | None, trail: AuditTrail | None) -
     def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
         user, session = user_id or None, session_id or None
         if is_blind:
-            identity = unit.identify_if_open(app_name, user_id, session_id)
+            identity = runner.identify_if_open(app_name, user_id, session_id)
             if identity is None:
                 return {"app": app_name}
             user, session = user and identity.user_tag.hex(), session and identity.session_tag.hex()
-        database_id = unit.database_id
+        database_id = runner.database_id
         database = None if database_id is None else database_id.hex()
         return {"database": database, "app": app_name, "user": user, "session": session}
 

@@ -88,8 +88,8 @@ async def build(path: Path) -> Victim:
         await copy_session(store, COPIED)
         await copy_session(store, DELETED)
         await store.import_state((APP, USER), b'{"k":1}')
-        deleted = await db.unit.identify(APP, USER, DELETED)
-        await db.unit.run(DeleteSession(deleted))
+        deleted = await db.runner.identify(APP, USER, DELETED)
+        await db.runner.run(DeleteSession(deleted))
         await store.tombstone(APP, USER, BURIED)
     return victim
 

@@ -33,7 +33,7 @@ def expiring(url: URL, **options: Any) -> EncryptedSessionService:
 async def stored(service: EncryptedSessionService) -> int:
     """Return the number of stored sessions, also of those that have expired."""
     query = sa.select(sa.func.count()).select_from(sessions)
-    number: int = (await service._unit.read(query, {}))[0][0]
+    number: int = (await service._runner.read(query, {}))[0][0]
     return number
 
 
@@ -80,7 +80,7 @@ async def test_session_that_is_used_meanwhile_is_kept(url: URL, later: Later) ->
 
     async with expiring(url) as service:
         session = await service.create_session(**WHO, expires_after=HOUR)
-        tag = (await service._unit.identify(APP, USER, session.id)).session_tag
+        tag = (await service._runner.identify(APP, USER, session.id)).session_tag
         other, faults = with_faults(lambda: expiring(url))
         if url.drivername.startswith("sqlite"):  # a write begins with the lock of all writers
             used = faults.data.before(Point.WRITE, use, nth=2)
@@ -121,13 +121,15 @@ async def test_unreadable_sessions_do_not_stop_the_deletion_of_others(
             await service.create_session(**WHO, session_id=f"old {number}", expires_after=HOUR)
         odd: dict[str, Any] = {"app_name": "app \ud800", "user_id": "u"}
         await service.create_session(**odd, expires_after=HOUR)
-        identities = [await service._unit.identify(APP, USER, f"old {number}") for number in (0, 1)]
+        identities = [
+            await service._runner.identify(APP, USER, f"old {number}") for number in (0, 1)
+        ]
         tampered = (
             sa.update(sessions)
             .where(sessions.c.tag.in_([one.session_tag for one in identities]))
             .values(state=b"tampered")
         )
-        await service._unit.change(lambda connection: connection.execute(tampered))
+        await service._runner.change(lambda connection: connection.execute(tampered))
         later(2 * HOUR)
         for left in (4, 4, 5):
             await service.create_session(**WHO)
@@ -138,12 +140,12 @@ async def test_other_services_delete_nothing(url: URL, later: Later) -> None:
     name = url.render_as_string(hide_password=False)
     async with EncryptedSessionService(name, AesGcmBackend(KEY)) as service:
         await service.prepare_tables()
-        await service._unit.change(_drop_index)  # a server has the tables of other tests
+        await service._runner.change(_drop_index)  # a server has the tables of other tests
         await service.create_session(**WHO, expires_after=HOUR)
         later(2 * HOUR)
         await service.create_session(**WHO)
         assert await stored(service) == 2
-        indexes = await service._unit.change(_indexes, commit=False)
+        indexes = await service._runner.change(_indexes, commit=False)
         assert expiry.INDEX not in indexes
 
 
@@ -152,7 +154,7 @@ async def test_without_an_index_nothing_is_deleted(
 ) -> None:
     async with expiring(url) as service:
         await service.create_session(**WHO)
-        await service._unit.change(_drop_index)
+        await service._runner.change(_drop_index)
     async with expiring(url, create_tables=False) as service:
         await service.create_session(**WHO, expires_after=HOUR)
         later(2 * HOUR)
@@ -163,7 +165,7 @@ async def test_without_an_index_nothing_is_deleted(
     async with expiring(url) as service:
         await service.create_session(**WHO)
         assert await stored(service) == 3
-        assert expiry.INDEX in await service._unit.change(_indexes, commit=False)
+        assert expiry.INDEX in await service._runner.change(_indexes, commit=False)
 
 
 async def test_index_that_another_process_creates_at_the_same_time_is_used(
@@ -197,7 +199,7 @@ async def test_error_of_a_deletion_is_logged_and_not_raised(
 ) -> None:
     async with expiring(url) as service:
         await service.create_session(**WHO, expires_after=HOUR)
-        await service._unit.change(lambda c: c.execute(sa.text("DELETE FROM secure_witnesses")))
+        await service._runner.change(lambda c: c.execute(sa.text("DELETE FROM secure_witnesses")))
     later(2 * HOUR)
     async with expiring(url) as service:
         with caplog.at_level(logging.WARNING, "adk_secure_sessions"):

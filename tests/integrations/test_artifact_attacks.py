@@ -261,7 +261,7 @@ async def test_old_row_of_a_reencrypted_content_is_rejected(
     ((revision, updated_at, state),) = query(place, f"SELECT {columns} FROM secure_sessions")
     name = json.dumps(["artifact", HERE["session_id"], HERE["filename"]])
     async with Database(url, BACKEND) as db:
-        collections = Collections(db.unit)
+        collections = Collections(db.runner)
         found = await collections.get((*db_ids(), name))
         assert found is not None
         blob = Blob((await collections.database_id()).hex(), "0" * 32, bytes(32), 16)

@@ -16,7 +16,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
-from adk_secure_sessions.storage.unit_of_work import empty_caches
+from adk_secure_sessions.storage.operation_runner import empty_caches
 from tests.attacks.needles import files_of, found_in, locals_of, needle
 from tests.integrations.memory_support import (
     APP,

@@ -193,10 +193,10 @@ async def test_running_wrapper_does_not_write_with_an_erased_key(
     async with Database(key_url, AesGcmBackend(KEY)) as db:
         await db.keyring()
         statement = "DELETE FROM {} WHERE {}"
-        await db.unit.change(lambda c: _delete_user(c, statement))
+        await db.runner.change(lambda c: _delete_user(c, statement))
     new = await create(service, "new", state={"s": 1})
     await service.append_event(new, event("text"))
-    service._unit.empty_caches()
+    service._runner.empty_caches()
     assert (await reload(service, new)).events == new.events
     assert (await reload(service, session)).events == []
 

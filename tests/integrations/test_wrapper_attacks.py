@@ -289,7 +289,7 @@ async def test_state_of_a_user_is_rejected(world: World) -> None:
 
 async def test_entry_of_another_user_is_never_returned(world: World) -> None:
     entries_of_another_user(world)
-    world.service._unit.empty_caches()  # this process then knows no key of the other user
+    world.service._runner.empty_caches()  # this process then knows no key of the other user
     assert not any(key.startswith("user:") for key in (await world.read()).state)
 
 

@@ -35,8 +35,8 @@ from adk_secure_sessions.maintenance import (
     status,
 )
 from adk_secure_sessions.maintenance.problems import Problems
+from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import metadata, users
-from adk_secure_sessions.storage.unit_of_work import empty_caches
 from adk_secure_sessions.storage.writes import RenewKey
 from tests.faults import Point, with_faults
 from tests.maintenance.support import (
@@ -598,10 +598,10 @@ async def test_data_key_that_cannot_be_unwrapped_is_reported_and_left_unchanged(
 
 async def renew_keys(db: Database) -> None:
     """Give each app and user a new data key, as a rotation does first; re-encrypt nothing else."""
-    identity, now = await db.unit.identify(APP), time.time_ns() // 1000
-    await db.unit.run(RenewKey(identity, now, of_user=False))
-    for (tag,) in await db.unit.read(sa.select(users.c.tag), {}):
-        await db.unit.run(RenewKey(identity._replace(user_tag=tag), now, of_user=True))
+    identity, now = await db.runner.identify(APP), time.time_ns() // 1000
+    await db.runner.run(RenewKey(identity, now, of_user=False))
+    for (tag,) in await db.runner.read(sa.select(users.c.tag), {}):
+        await db.runner.run(RenewKey(identity._replace(user_tag=tag), now, of_user=True))
 
 
 HIDING = [

@@ -375,7 +375,7 @@ async def test_session_that_the_target_cannot_hold_is_reported(file_url: str, ta
                 await of.append_event(session, made.model_copy(update={"timestamp": START + 2}))
         async with Database(file_url, BACKEND) as db:
             for session_id, (_, reason) in cases.items():
-                identity = await db.unit.identify(APP, "ada", session_id)
+                identity = await db.runner.identify(APP, "ada", session_id)
                 tags[identity.session_tag.hex()] = reason
     done = await export(file_url, target, skip_bad=True, verify=True)
     assert {one.tag: one.reason for one in done.findings[: len(cases)]} == tags

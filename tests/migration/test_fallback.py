@@ -349,7 +349,7 @@ async def test_state_that_a_plain_service_has_written_is_kept(
             one.state["user:language"] for one in (await service.list_sessions(**ADA)).sessions
         } == {"pt"}
         await service.append_event(await get(service), said("four", 4))
-        service._unit.empty_caches()  # as when they expire
+        service._runner.empty_caches()  # as when they expire
     assert caplog.text.count("the state in the plaintext source is not used") == 1
 
 
@@ -496,9 +496,9 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
 ) -> None:
     await get(service)
     await service._imports.complete_migration()
-    unit = service._unit
-    keys = await unit.key_cache()
-    await unit.reread_keyring(keys, keys.keyring)
+    runner = service._runner
+    keys = await runner.key_cache()
+    await runner.reread_keyring(keys, keys.keyring)
     source.queried.clear()
     assert await service.get_session(**OTHER) is None
     assert source.queried == []

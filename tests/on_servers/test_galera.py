@@ -190,11 +190,11 @@ async def test_index_rows_of_a_session_that_another_node_deletes_are_not_stored(
             await indexing.create_session(app_name=APP, user_id=USER, session_id="t")
         await cluster.wait_for_all()
         key = (await db.keyring()).index_master.state_key(APP, "k")
-        identity = await db.unit.identify(APP, USER, "s")
+        identity = await db.runner.identify(APP, USER, "s")
         stored = await race(
             cluster,
             lambda: near.delete_session(app_name=APP, user_id=USER, session_id="s"),
-            db.unit.run(CorrectIndexed(identity, [key], of_user=False)),
+            db.runner.run(CorrectIndexed(identity, [key], of_user=False)),
         )
         assert stored == 0
     with cluster.galera.nodes[0].admin.connect() as connection:

@@ -22,6 +22,7 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
+from adk_secure_sessions.storage.operation_runner import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -32,7 +33,6 @@ from adk_secure_sessions.storage.schema import (
     UserRow,
     identify,
 )
-from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, RowCache
 
 T = TypeVar("T")
 RawRow = tuple[Any, ...]

@@ -8,10 +8,10 @@ import pytest
 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.operation_runner import History, HistoryCache
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListSessions
 from adk_secure_sessions.storage.schema import UserRow
-from adk_secure_sessions.storage.unit_of_work import History, HistoryCache
 from adk_secure_sessions.storage.writes import CreateSession, OwnerChanges
 from tests.storage.support import (
     APP,

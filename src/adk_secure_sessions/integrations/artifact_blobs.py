@@ -237,7 +237,7 @@ async def purge_blobs(
 async def blobs_of_database(db: Database, place: ArtifactStore) -> BlobStore:
     """Open the part of *place* that contains the blobs of *db*."""
     place.prepare(create=False)
-    return place.blobs((await Collections(db.unit).database_id()).hex())
+    return place.blobs((await Collections(db.runner).database_id()).hex())
 
 
 async def artifacts_of(
@@ -247,7 +247,7 @@ async def artifacts_of(
 
     Add all rows that cannot be decrypted to *problems*: they may belong to artifacts.
     """
-    collections = Collections(db.unit)
+    collections = Collections(db.runner)
     async for page in sessions_with_ids(db):
         for stored in page:
             try:

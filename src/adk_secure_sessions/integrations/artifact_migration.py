@@ -129,7 +129,7 @@ async def migrate_artifacts(
         await init(db)
         await db.imports.feature.ensure()  # from now on, `erase-user` stores tombstones
     is_new, findings = await db.is_new() and action == "copy", Findings(with_ids=show_ids)
-    run = _ArtifactRun(db, Collections(db.unit), place, action, dry_run, findings, is_new)
+    run = _ArtifactRun(db, Collections(db.runner), place, action, dry_run, findings, is_new)
     some: list[SourceArtifact] = []
     total = 0
     async for one in source.artifacts():
@@ -185,7 +185,7 @@ class _ArtifactRun:
             return
         tag, name = b"", collection_name(one.session_id, one.filename)
         if not self.is_new:
-            tag = (await self.db.unit.identify(*one.owner, name, True)).session_tag
+            tag = (await self.db.runner.identify(*one.owner, name, True)).session_tag
         self.findings.add(tag, reason, *one.owner, one.session_id, one.filename)
 
     async def _visit(self, one: SourceArtifact) -> tuple[str, str]:

@@ -85,7 +85,7 @@ class _BlobRotationRun(DataRotationRun):
         self, db: Database, store: BlobStore, place: ArtifactStore, *, dry_run: bool
     ) -> None:
         super().__init__(db, dry_run=dry_run)
-        self._collections = Collections(db.unit)
+        self._collections = Collections(db.runner)
         self._store = store  # for new blobs
         self._place = place
 

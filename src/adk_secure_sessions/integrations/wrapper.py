@@ -66,9 +66,9 @@ from adk_secure_sessions.service import (
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.opening import open_database
+from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import Identity
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 from adk_secure_sessions.telemetry import measured
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise ConfigurationError("the wrapper cannot store audit records in a table")
         executors = executors_for(key_db_url, key_db_engine, None, None, {}, 60.0)
         self._inner = inner
-        self._unit = UnitOfWork(
+        self._runner = OperationRunner(
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
@@ -158,14 +158,14 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         )
         self._skip = skip_unreadable_sessions
         # A change is stored by the other service, so no transaction could also store its record.
-        self._recording = recording(self._unit, audit, None)
-        self._feature = Feature(self._unit, FeatureName.WRAPPER)
+        self._recording = recording(self._runner, audit, None)
+        self._feature = Feature(self._runner, FeatureName.WRAPPER)
         self._locks = LoopLocks()
 
     @property
     def stores_plaintext(self) -> bool:
         """True if states and events are stored as plaintext: the backend is a `NoOpBackend`."""
-        return self._unit.backends.stores_plaintext
+        return self._runner.backends.stores_plaintext
 
     @measured
     async def prepare_tables(self) -> None:
@@ -173,7 +173,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
-        await self._unit.key_cache()
+        await self._runner.key_cache()
         await _call(self._inner, "prepare_tables")
 
     @accessed("session.create")
@@ -216,7 +216,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 f"{type(self._inner).__name__} stores the session under another id: use an id that "
                 "it accepts, or give none"
             )
-        identity = await self._unit.identify(app_name, user_id, stored.id)
+        identity = await self._runner.identify(app_name, user_id, stored.id)
         return await self._read(identity, lambda reader: reader.open_session(stored))
 
     @accessed("session.read")
@@ -247,7 +247,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         )
         if stored is None:
             return None
-        identity = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._runner.identify(app_name, user_id, session_id)
         return await self._read(identity, lambda reader: reader.open_session(stored, config))
 
     @accessed("sessions.list")
@@ -265,7 +265,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         listed: list[Session] = []
         for stored in response.sessions:
             owner = stored.user_id if user_id is None else user_id
-            identity = await self._unit.identify(app_name, owner, stored.id)
+            identity = await self._runner.identify(app_name, owner, stored.id)
             try:
                 work = partial(_Records.open_session, stored=stored, config=_NO_EVENTS)
                 listed.append(await self._read(identity, work))
@@ -301,7 +301,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         if method is None:
             raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
         stored = await method(app_name=app_name, user_id=user_id)
-        identity = await self._unit.identify(app_name, user_id)
+        identity = await self._runner.identify(app_name, user_id)
         return await self._read(identity, lambda reader: reader.open_entries(reader.user, stored))
 
     @accessed("session.write")
@@ -375,7 +375,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         The next call opens the key database again.
         """
         try:
-            await self._unit.close()
+            await self._runner.close()
         finally:
             await _call(self._inner, "close")
 
@@ -384,15 +384,15 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Another process may have erased cached ones.
         """
-        keys = await self._unit.key_cache()
+        keys = await self._runner.key_cache()
         await self._feature.ensure()
-        identity = await self._unit.identify(app_name, user_id, session_id)
-        staged = await self._unit.run(writes.EnsureOwners(identity))
+        identity = await self._runner.identify(app_name, user_id, session_id)
+        staged = await self._runner.run(writes.EnsureOwners(identity))
         return _Records(staged, True, keys.keyring.index_master, identity)
 
     async def _read(self, identity: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
-        master = (await self._unit.keyring()).index_master
+        master = (await self._runner.keyring()).index_master
         # If the other service answers from memory and the keys are cached, nothing else lets other
         # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)
@@ -400,7 +400,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         async def use(keys: StagedKeys, is_current: bool) -> T:
             return await work(_Records(keys, is_current, master, identity))
 
-        return await self._unit.run(reads.UseKeys(identity, use))
+        return await self._runner.run(reads.UseKeys(identity, use))
 
 
 reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)

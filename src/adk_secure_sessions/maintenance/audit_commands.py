@@ -274,7 +274,7 @@ class _Trail:
         """Report a table that no feature names, and rows that no query for a chain finds."""
         if self._db.trail_was_unlisted:
             self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED_TRAIL)
-        ((number,),) = await self._db.unit.read(_WRONG_KEYS, {"empty": b""})
+        ((number,),) = await self._db.runner.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
@@ -285,7 +285,7 @@ class _Trail:
         Neither is authenticated.
         """
         query, size = (_CHAINS, _columns.chain), self._db.limits.keys_per_page
-        async for page in pages(self._db.unit.read, *query, size, lambda *row: row, empty=b""):
+        async for page in pages(self._db.runner.read, *query, size, lambda *row: row, empty=b""):
             for chain, last in page:
                 yield chain, last
 
@@ -339,14 +339,14 @@ class _Trail:
 
     async def check_purged(self) -> None:
         query = _STORED_CHAINS, _columns.chain
-        for (chain,) in await rows_where(self._db.unit.read, *query, self.purged_heads):
+        for (chain,) in await rows_where(self._db.runner.read, *query, self.purged_heads):
             detail = "the chain was purged, and is stored again: it was replayed"
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
         size, key = self._db.limits.rows, _columns.number
         async for rows in pages(
-            self._db.unit.read, _RECORDS, key, size, lambda *row: row, chain=chain
+            self._db.runner.read, _RECORDS, key, size, lambda *row: row, chain=chain
         ):
             for number, moment, record in rows:
                 yield number, moment, record
@@ -444,7 +444,7 @@ async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
         changes.append(Change(_DELETE_OTHERS, at, must_match_row=False))
         head = end.link.hex()
         named.append({"chain": chain.hex(), "number": end.number, "head": head})
-    database = db.unit.database_id
+    database = db.runner.database_id
     assert database is not None, "the database is open"
     entry = audit.new_entry(_PURGE_EVENT, database=database.hex(), chains=named)
     try:

@@ -106,8 +106,8 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
-            groups = await span.read(db.unit.read, query, key)
+        async for span in spans(db.runner.read, walked, db.limits.keys_per_page):
+            groups = await span.read(db.runner.read, query, key)
             current, more = await current_keys(db, {owner for owner, *_ in groups})
             newer_keys |= more
             current_ids = {
@@ -175,14 +175,14 @@ async def current_keys(
     root keys, the data key that encrypts the owner's row counts as the current one.
     """
     keys: dict[bytes, list[DataKeyRow]] = {}
-    for row in (await db.unit.read_data_keys(owners)).data_keys:
+    for row in (await db.runner.read_data_keys(owners)).data_keys:
         # SQLite stores any type in any column, so a modified generation can have another type.
         if isinstance(row.generation, int):
             keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
     encrypting: dict[object, int] = {}  # the ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
-        for tag, stored in await rows_where(db.unit.read, query, table.c.tag, several):
+        for tag, stored in await rows_where(db.runner.read, query, table.c.tag, several):
             if (parts := header_ids(stored)) is not None:
                 encrypting[tag] = parts[1]
     current: dict[object, DataKeyRow] = {}

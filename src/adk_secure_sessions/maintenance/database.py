@@ -22,6 +22,7 @@ from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_existing, survey_existing
+from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -31,7 +32,6 @@ from adk_secure_sessions.storage.schema import (
     sessions,
 )
 from adk_secure_sessions.storage.survey import FeatureName, Survey, survey_database
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
@@ -126,7 +126,7 @@ class Database(HoldsSecrets, ClosedByWith):
         self._given = executors
         urls = (db_url, key_db_url)
         self._files = [file_of(parsed_url("db_url", url)) if url else None for url in urls]
-        self.unit: UnitOfWork = UnitOfWork(
+        self.runner: OperationRunner = OperationRunner(
             executors,
             backends,
             self._open_keyring,
@@ -135,19 +135,19 @@ class Database(HoldsSecrets, ClosedByWith):
             before_use=self._record_command,
             packing=packing,
         )
-        self.trail: AuditTrail = AuditTrail(self.unit, create_table=True, warns=False)
+        self.trail: AuditTrail = AuditTrail(self.runner, create_table=True, warns=False)
         # True if the trail had records but the feature list lacked `audit`: somebody has replayed
         # an older list, which the command has corrected.
         self.trail_was_unlisted: bool = False
-        self.search_index: SearchIndex = SearchIndex(self.unit)
-        self.imports: Imports = Imports(self.unit)
+        self.search_index: SearchIndex = SearchIndex(self.runner)
+        self.imports: Imports = Imports(self.runner)
         self.has_root_keys: bool = backend is not None
         self.limits: StatementLimits = StatementLimits()
 
     def use_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database."""
         data = self._given.data
-        self.unit.executors = self._given if in_key_database else Executors(data, data)
+        self.runner.executors = self._given if in_key_database else Executors(data, data)
 
     def require_files(self, *, of_keys: bool = True) -> None:
         """Raise ConfigurationError if a SQLite file is missing, which opening would create."""
@@ -161,7 +161,7 @@ class Database(HoldsSecrets, ClosedByWith):
     async def survey(self) -> Survey:
         """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`."""
         self.require_files()
-        return await repeated(lambda: survey_existing(self.unit.executors))
+        return await repeated(lambda: survey_existing(self.runner.executors))
 
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm a command; this needs no root key."""
@@ -171,7 +171,7 @@ class Database(HoldsSecrets, ClosedByWith):
             table = sessions if has_table(connection, sessions) else None
             return describe(connection, table, "updated_at", ~IS_COLLECTION)
 
-        description = await repeated(lambda: self.unit.executors.data.run(work, commit=False))
+        description = await repeated(lambda: self.runner.executors.data.run(work, commit=False))
         # SQLite stores any type in any column, and the time is not authenticated.
         is_time = isinstance(description.updated_at, int)
         return description if is_time else description._replace(updated_at=None)
@@ -181,28 +181,28 @@ class Database(HoldsSecrets, ClosedByWith):
         file = self._files[0]
         if file is not None and not file.exists():
             return True  # opening the database would create the file
-        survey = await repeated(lambda: survey_database(self.unit.executors.data))
+        survey = await repeated(lambda: survey_database(self.runner.executors.data))
         return survey.format_version is None
 
     async def keyring(self) -> Keyring:
-        return await self.unit.keyring()
+        return await self.runner.keyring()
 
     async def reread_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""
-        key_cache = await self.unit.key_cache()
-        await self.unit.reread_keyring(key_cache, key_cache.keyring)
+        key_cache = await self.runner.key_cache()
+        await self.runner.reread_keyring(key_cache, key_cache.keyring)
         return key_cache.keyring
 
     def reader_of(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
-        """Return `UnitOfWork.read_keys` if *table* is a key table, otherwise `read`."""
-        return self.unit.read_keys if table in (keyring, data_keys) else self.unit.read
+        """Return `OperationRunner.read_keys` if *table* is a key table, otherwise `read`."""
+        return self.runner.read_keys if table in (keyring, data_keys) else self.runner.read
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
         self.trail.close()
-        await self.unit.close()
+        await self.runner.close()
 
     async def _record_command(self, keyring: Keyring) -> None:
         command = running_command()
@@ -211,7 +211,7 @@ class Database(HoldsSecrets, ClosedByWith):
             return
         is_listed = FeatureName.AUDIT in keyring.features
         if not is_listed:
-            self.trail_was_unlisted |= bool(await self.unit.read(_ANY_RECORD, {}))
+            self.trail_was_unlisted |= bool(await self.runner.read(_ANY_RECORD, {}))
         if command is None:
             return
         try:
@@ -226,7 +226,7 @@ class Database(HoldsSecrets, ClosedByWith):
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()
-        return await open_existing(self.unit.executors, self.unit.backends, known)
+        return await open_existing(self.runner.executors, self.runner.backends, known)
 
 
 _ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)

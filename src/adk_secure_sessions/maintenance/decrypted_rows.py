@@ -80,7 +80,7 @@ async def sessions_with_ids(
     from `SESSION_ROWS`; *parameters* are its bind parameters.
     """
     query, size = SESSION_ROWS if query is None else query, db.limits.rows
-    walk = pages(db.unit.read, query, sessions.c.id, size, SessionRow, **parameters)
+    walk = pages(db.runner.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _with_ids(db, rows)
 
@@ -102,7 +102,9 @@ def app_name_of(stored: object) -> str:
 
 
 def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
-    return pages(db.unit.read_keys, DATA_KEYS, data_keys.c.id, db.limits.keys_per_page, DataKeyRow)
+    return pages(
+        db.runner.read_keys, DATA_KEYS, data_keys.c.id, db.limits.keys_per_page, DataKeyRow
+    )
 
 
 class OwnerRow(NamedTuple):
@@ -120,7 +122,7 @@ class OwnerRow(NamedTuple):
 
 def owner_rows(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
-    return pages(db.unit.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
+    return pages(db.runner.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
@@ -143,16 +145,16 @@ async def read_owner(
     of_user = table is users
     with locating_errors(table.name, row.id):
         app_name, tag = app_name_of(row.app_name), require_bytes(row.tag)
-        identity = await db.unit.identify(app_name)
+        identity = await db.runner.identify(app_name)
         if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)
     check = reads.CheckOwner(
         identity._replace(user_tag=tag) if of_user else identity, of_user=of_user
     )
-    owner = await db.unit.run(check)
+    owner = await db.runner.run(check)
     if owner is None:
         return None
-    if of_user and (await db.unit.identify(app_name, owner.user_id)).user_tag != tag:
+    if of_user and (await db.runner.identify(app_name, owner.user_id)).user_tag != tag:
         detail = "its tag belongs to another user"
         raise TamperedError(detail, Reason.WRONG_OWNER, table.name, row.id)
     return app_name, owner, check.header_counts
@@ -163,7 +165,7 @@ async def read_owner_with_tag(
 ) -> tuple[str, Owner, reads.HeaderCounts] | None:
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
     for table, query in _OWNERS.items():
-        for row in await rows_where(db.unit.read, query, table.c.tag, [tag]):
+        for row in await rows_where(db.runner.read, query, table.c.tag, [tag]):
             return await read_owner(db, table, OwnerRow(*row))
     return None
 
@@ -180,14 +182,14 @@ async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWit
 async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
-    for *user, app_name in await rows_where(db.unit.read, _USERS_WITH_APP, users.c.id, user_rows):
+    for *user, app_name in await rows_where(db.runner.read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
-    keys = await db.unit.load_data_keys(*(user.tag for user, _ in owners.values()))
+    keys = await db.runner.load_data_keys(*(user.tag for user, _ in owners.values()))
     return [_decrypt_ids(row, owners.get(row.user_row), keys) for row in rows]
 
 
 async def _stored_rows(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
-    rows = await rows_where(db.unit.read, SESSION_ROWS, sessions.c.id, row_ids)
+    rows = await rows_where(db.runner.read, SESSION_ROWS, sessions.c.id, row_ids)
     return sorted(SessionRow(*row) for row in rows)
 
 
@@ -284,7 +286,9 @@ async def records_of_sessions(
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         for column in (_SNAPSHOTS, _EVENTS):
             query = _primary_keys_under_other_headers(column)
-            async for sized in pages(db.unit.read, query, column.key, _SIZES, _sized, **parameters):
+            async for sized in pages(
+                db.runner.read, query, column.key, _SIZES, _sized, **parameters
+            ):
                 known = [pair for pair in sized if pair[0][0] in ids_of]
                 for group in grouped(known, itemgetter(1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [key for key, _ in group]
@@ -312,7 +316,7 @@ async def rows_with_primary_keys(
             for number, key in enumerate(part)
             for position, value in enumerate(key)
         }
-        stored = await db.unit.read(_with_primary_keys(column), parameters)
+        stored = await db.runner.read(_with_primary_keys(column), parameters)
         rows += [column.row_type(*row) for row in stored]
     return rows
 

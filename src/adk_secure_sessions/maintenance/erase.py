@@ -20,6 +20,7 @@ from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user
+from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
     apps,
@@ -33,7 +34,6 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.unit_of_work import empty_caches
 
 # How often a transaction looks for further rows of a user.  Usually it finds none the second time.
 _MOST_PASSES = 20
@@ -124,25 +124,25 @@ async def erase_user(
     """
     if not (isinstance(app_name, str) and isinstance(user_id, str)):
         raise ConfigurationError("app_name and user_id must be text")
-    ids = await db.unit.identify(app_name, user_id)
+    ids = await db.runner.identify(app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
-    has_app = bool(await db.unit.read(rows_with_tag(apps), {"tag": ids.app_tag}))
+    has_app = bool(await db.runner.read(rows_with_tag(apps), {"tag": ids.app_tag}))
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
-    was_migrated = await db.unit.change(partial(has_table, table=migrated), commit=False)
+    was_migrated = await db.runner.change(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
     new_deletion = partial(
         _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.keys_per_page
     )
-    executors = db.unit.executors
+    executors = db.runner.executors
     deleted: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        first = await _commit(db.unit.change_keys, partial(new_deletion, of_rows=False))
+        first = await _commit(db.runner.change_keys, partial(new_deletion, of_rows=False))
         deleted += first.counts
         new_deletion = partial(new_deletion, of_keys=False, headers=first.headers)
-    then = await _commit(db.unit.change, new_deletion)
+    then = await _commit(db.runner.change, new_deletion)
     deleted += then.counts
     obstacle = "nothing was deleted"
     if not dry_run:

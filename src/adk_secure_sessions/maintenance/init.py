@@ -34,8 +34,8 @@ async def init(db: Database) -> Initialisation:
         ConfigurationError: The database cannot be used.  It was left unchanged.
         WrongKeyError: The database has master keys that the root keys do not unwrap.
     """
-    backends = db.unit.backends
-    opening = partial(open_database, db.unit.executors, backends, True)
+    backends = db.runner.backends
+    opening = partial(open_database, db.runner.executors, backends, True)
     before = await _surveys(db)
     await repeated(opening)
     after = await _surveys(db)
@@ -50,9 +50,9 @@ async def init(db: Database) -> Initialisation:
 
 async def _surveys(db: Database) -> list[Survey]:
     """Return the surveys of the key database, if there is one, and of the database of the data."""
-    data, keys = db.unit.executors
+    data, keys = db.runner.executors
     surveys = [await repeated(lambda: survey_database(data))]
-    if db.unit.executors.has_key_database:
+    if db.runner.executors.has_key_database:
         surveys.insert(0, await repeated(lambda: survey_database(keys, is_key_database=True)))
     return surveys
 
@@ -93,8 +93,8 @@ async def check(db: Database) -> Check:
         ConfigurationError: `separate` or `move_keys` has not ended.
     """
     db.require_files()
-    backends = db.unit.backends
-    opening = partial(open_for_service, db.unit.executors, backends, create_tables=True)
+    backends = db.runner.backends
+    opening = partial(open_for_service, db.runner.executors, backends, create_tables=True)
     data, keys, keyring = await repeated(opening)
     data.reject_new()
     assert keyring is not None, "keys are created before data"
@@ -103,6 +103,6 @@ async def check(db: Database) -> Check:
         backends.writer.root_key.key_id,
         len(keys.keyring),
         keyring.current_id,
-        db.unit.executors.has_key_database,
+        db.runner.executors.has_key_database,
         data.has_plaintext_records,
     )

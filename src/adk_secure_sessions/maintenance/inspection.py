@@ -101,7 +101,7 @@ async def lookup(
             wanted.append(("collection", sessions, tag))
     locations = []
     for kind, table, tag in wanted:
-        ids = [row_id for (row_id,) in await db.unit.read(rows_with_tag(table), {"tag": tag})]
+        ids = [row_id for (row_id,) in await db.runner.read(rows_with_tag(table), {"tag": tag})]
         locations.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
     return tuple(locations)
 

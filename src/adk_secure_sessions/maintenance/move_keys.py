@@ -37,6 +37,7 @@ from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import authenticated_features, check_features
+from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
@@ -49,7 +50,6 @@ from adk_secure_sessions.storage.survey import (
     survey_database,
     take_survey,
 )
-from adk_secure_sessions.storage.unit_of_work import empty_caches
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 
@@ -115,7 +115,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     if to not in ("key-db", "db"):
         raise ConfigurationError("to must be 'key-db' or 'db'")
     db.use_keys(in_key_database=True)
-    if not db.unit.executors.has_key_database:
+    if not db.runner.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url (--key-db)")
     db.require_files(of_keys=to == "db")
     move = _Move(db, to, progress)
@@ -141,9 +141,9 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run = secrets.token_hex(16)
-        self._data = _Place("db", db.unit.executors.data, db.unit.read, db.unit.change)
+        self._data = _Place("db", db.runner.executors.data, db.runner.read, db.runner.change)
         self._keys = _Place(
-            "key-db", db.unit.executors.key_tables, db.unit.read_keys, db.unit.change_keys
+            "key-db", db.runner.executors.key_tables, db.runner.read_keys, db.runner.change_keys
         )
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
@@ -217,7 +217,7 @@ class _Move:
     async def _open_keyring_of(self, holder: Survey) -> None:
         """Unwrap the keyring with the valid keys, and authenticate the features."""
         rows = [_unparked(row) for row in holder.keyring]
-        backends = self._db.unit.backends
+        backends = self._db.runner.backends
         writer = backends.writer.root_key.key_id
         self._keyring = await open_keyring(rows, backends.roots, writer, holder.existing_id)
         check_features(holder, self._keyring)

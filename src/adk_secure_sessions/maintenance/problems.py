@@ -136,8 +136,8 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
-            async for span in spans(db.unit.read, walked, db.limits.keys_per_page):
-                for row, number in await span.read(db.unit.read, query, key):
+            async for span in spans(db.runner.read, walked, db.limits.keys_per_page):
+                for row, number in await span.read(db.runner.read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
                     yield key.table.name, name, number
 

@@ -87,7 +87,7 @@ async def purge(
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": first, "now": now}
-    ((total,),) = await db.unit.read(_NUMBER_OF_DUE, times)
+    ((total,),) = await db.runner.read(_NUMBER_OF_DUE, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     result = Purge(before=before)
@@ -114,10 +114,10 @@ async def _delete(
     db: Database, ids: SessionIds, is_due: Callable[[StoredSession], bool], dry_run: bool
 ) -> bool:
     """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
-    identity = await db.unit.identify(*ids[:3])
+    identity = await db.runner.identify(*ids[:3])
     if not dry_run:
-        return bool(await db.unit.run(writes.DeleteSession(identity, is_due)))
-    loaded = await db.unit.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))
+        return bool(await db.runner.run(writes.DeleteSession(identity, is_due)))
+    loaded = await db.runner.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))
     return loaded is not None and is_due(loaded[0].session)
 
 

@@ -132,12 +132,12 @@ async def retire(
     await reject_orphans(db)
     throttle = Meter(None, 0, rows_per_second)
     await _reject_unreadable_sessions(db, throttle)
-    ((total,),) = await db.unit.read_keys(_NUMBER_OF_OWNERS, {})
+    ((total,),) = await db.runner.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total), None)
     kept: CappedList[KeptKey] = CappedList()
     deleted = spare = 0
     owner_tag, size = data_keys.c.owner, db.limits.keys_per_page
-    async for owners in pages(db.unit.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
+    async for owners in pages(db.runner.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run, throttle)
             deleted += len(keys.unused)
@@ -148,7 +148,7 @@ async def retire(
     known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
-    of_masters = await db.unit.change_keys(work, commit=not dry_run)
+    of_masters = await db.runner.change_keys(work, commit=not dry_run)
     kept.extend(of_masters.kept)
     ids = tuple(row.id for row in of_masters.unused)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
@@ -194,7 +194,7 @@ async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
 ) -> _KeyDecision[DataKeyRow]:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
-    rows = (await db.unit.read_data_keys([owner_tag])).data_keys
+    rows = (await db.runner.read_data_keys([owner_tag])).data_keys
     try:
         decrypted = await _decrypt_owner(db, owner_tag, rows, throttle)
     except ROW_ERRORS:
@@ -204,16 +204,16 @@ async def _retire_data_keys(
         return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
-    in_one_database = db.unit.executors.key_tables is db.unit.executors.data
+    in_one_database = db.runner.executors.key_tables is db.runner.executors.data
     work = partial(_find_unused, owner_tag, rows, *decrypted, in_one_database, dry_run)
-    keys = await db.unit.change(work, commit=not dry_run)
+    keys = await db.runner.change(work, commit=not dry_run)
     if keys.unused and not in_one_database and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.unit.change_keys(partial(_delete, keys.unused))
+        await db.runner.change_keys(partial(_delete, keys.unused))
     return keys
 
 
@@ -224,7 +224,7 @@ async def _decrypt_owner(
 
     Return the ids of the data keys that its row names, and the number of records by header.
     """
-    await db.unit.load_data_keys(owner_tag)  # if one needs a newer keyring, this reads it again
+    await db.runner.load_data_keys(owner_tag)  # if one needs a newer keyring, this reads it again
     keyring = await db.keyring()
     if not all(can_unwrap(row, keyring) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
@@ -235,10 +235,10 @@ async def _decrypt_owner(
     if checked.is_user:
         async for page in sessions_of(db, checked.row.id):
             for session in page:
-                identity = await db.unit.identify(*session.require_ids())
+                identity = await db.runner.identify(*session.require_ids())
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
-                await db.unit.run(check)
+                await db.runner.run(check)
                 of_session = check.count_headers()
                 headers += of_session
                 await throttle.advance(of_session.total())

@@ -142,10 +142,10 @@ class DataRotationRun(Rotation):
 
     async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
-        if self._db.unit.backends.stores_plaintext and not self._dry_run:
-            await self._db.unit.change(meta.mark_plaintext)
-            if self._db.unit.executors.has_key_database:
-                await self._db.unit.change_keys(meta.mark_plaintext)
+        if self._db.runner.backends.stores_plaintext and not self._dry_run:
+            await self._db.runner.change(meta.mark_plaintext)
+            if self._db.runner.executors.has_key_database:
+                await self._db.runner.change_keys(meta.mark_plaintext)
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.reencrypted
@@ -165,11 +165,11 @@ class DataRotationRun(Rotation):
             app_name = app_name_of(row.app_name)
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is users)
-        keys = await self._db.unit.load_data_keys(tag)
+        keys = await self._db.runner.load_data_keys(tag)
         try:
             records = await records_of_owner(self._db, keys, table, row)
         except UnknownKeyError:  # a service with another backend may have created the key since
-            keys = await self._db.unit.load_data_keys(tag)
+            keys = await self._db.runner.load_data_keys(tag)
             records = await records_of_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
@@ -191,19 +191,19 @@ class DataRotationRun(Rotation):
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
-        identity = await self._db.unit.identify(app_name)
+        identity = await self._db.runner.identify(app_name)
         renewal = writes.RenewKey(
             identity._replace(user_tag=tag) if of_user else identity,
             self.result.since,
             of_user=of_user,
         )
-        exists = await self._db.unit.run(renewal)
+        exists = await self._db.runner.run(renewal)
         self.result.keys += renewal.created
         self.result.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
         if not exists and renewal.stored_keys:
             # The owner was erased after the key was stored in the key database: delete the key.
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
-            await self._db.unit.change_keys(lambda connection: connection.execute(query).close())
+            await self._db.runner.change_keys(lambda connection: connection.execute(query).close())
 
     def _target(self, keys: StagedKeys, owner_tag: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
@@ -248,7 +248,7 @@ class DataRotationRun(Rotation):
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.name, record.name, plaintext, again)
             changes.setdefault(record.column, []).append((record, sealed))
-        await self._db.unit.change(partial(_replace, changes))
+        await self._db.runner.change(partial(_replace, changes))
         for column, replaced in changes.items():
             new = {record.key: sealed for record, sealed in replaced}
             for row in await rows_with_primary_keys(self._db, column, list(new)):
@@ -266,7 +266,7 @@ class DataRotationRun(Rotation):
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
         if facts != (Reason.UNKNOWN_KEY, record.column.name):
             return False
-        keys = await self._db.unit.load_data_keys(owner_tag)
+        keys = await self._db.runner.load_data_keys(owner_tag)
         try:
             keys.key_of(owner_tag, record.stored)
         except DecryptionError:
@@ -276,7 +276,7 @@ class DataRotationRun(Rotation):
     async def _count_left(self) -> int:
         if self._dry_run:
             return 0
-        writer = self._db.unit.backends.writer.backend_id
+        writer = self._db.runner.backends.writer.backend_id
         left: Counter[str] = Counter()
         keyring = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)

@@ -102,7 +102,7 @@ class _MasterRotationRun(Rotation):
     result: MasterRotation
 
     async def _check_and_count_rows(self) -> int:
-        if self._db.unit.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
+        if self._db.runner.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
         await self._db.keyring()
         return await count_rows(self._db, data_keys)
@@ -113,7 +113,7 @@ class _MasterRotationRun(Rotation):
         It is the newest one under the root key of `backend` since the rotation began.
         After each attempt to add one, search again: another process may have been faster.
         """
-        root = self._db.unit.backends.writer.root_key
+        root = self._db.runner.backends.writer.root_key
         fresh: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey()
@@ -136,7 +136,7 @@ class _MasterRotationRun(Rotation):
             fresh, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
-            await self._db.unit.change_keys(
+            await self._db.runner.change_keys(
                 partial(_insert_master, fresh, set(survey.keyring), database_id)
             )
 
@@ -167,11 +167,11 @@ class _MasterRotationRun(Rotation):
         for before, after in pairs:
             decrypt = partial(unwrap_data_key, after, keyring)
             require_same(data_keys.name, after.id, keys[before], decrypt)
-        await self._db.unit.change_keys(partial(_rewrap, pairs, master_id))
+        await self._db.runner.change_keys(partial(_rewrap, pairs, master_id))
         new = {after for _, after in pairs}
         ids = [before.id for before, _ in pairs]  # authentic: another id may be any integer
         span = Span(ids[0] - 1, ids[-1])
-        stored = await span.read(self._db.unit.read_keys, DATA_KEYS, data_keys.c.id)
+        stored = await span.read(self._db.runner.read_keys, DATA_KEYS, data_keys.c.id)
         self.result.rotated += sum(DataKeyRow(*values) in new for values in stored)
 
     async def _count_left(self) -> int:

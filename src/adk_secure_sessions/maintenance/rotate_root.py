@@ -57,7 +57,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
         SecureSessionError: Another process has changed the keyring since it was read.
         ConfigurationError: `backend` has no root key.
     """
-    root = db.unit.backends.writer.root_key
+    root = db.runner.backends.writer.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
     survey = await db.survey()
@@ -67,13 +67,13 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     already_wrapped = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
     # wrong but has the right id, unwrapping raises WrongKeyError.
-    roots, database_id = db.unit.backends.roots, survey.existing_id
+    roots, database_id = db.runner.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in already_wrapped))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
-        if not await db.unit.change_keys(partial(replace_master_keys, rows, new)):
+        if not await db.runner.change_keys(partial(replace_master_keys, rows, new)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )

@@ -99,7 +99,7 @@ class Rotation(ABC):
         if self._dry_run or self.result.left or self.result.bad:
             await self._require_checkpoint()
         else:
-            await self._db.unit.change(self._remove_checkpoint)
+            await self._db.runner.change(self._remove_checkpoint)
         self._meter.finish()
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Rotation(ABC):
         """Raise SecureSessionError if another rotation was started after this one."""
         if self._dry_run:
             return
-        rows = await self._db.unit.read(meta.VALUE, {"name": self._checkpoint})
+        rows = await self._db.runner.read(meta.VALUE, {"name": self._checkpoint})
         for (value,) in rows:
             self._require_own(value)
 
@@ -155,7 +155,7 @@ class Rotation(ABC):
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
-            if self._dry_run or await self._db.unit.change(write):
+            if self._dry_run or await self._db.runner.change(write):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:
@@ -204,7 +204,7 @@ async def later_than_all_keys(db: Database) -> int:
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
     size = db.limits.keys_per_page
-    walk = pages(db.unit.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
+    walk = pages(db.runner.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for page in walk:
         for key in page:
             if can_unwrap(key, keyring):
@@ -215,7 +215,7 @@ async def later_than_all_keys(db: Database) -> int:
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
     rows = [row for row in survey.keyring if row.purpose == DATA]
-    roots, database_id = db.unit.backends.roots, survey.existing_id
+    roots, database_id = db.runner.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
     return rows
 

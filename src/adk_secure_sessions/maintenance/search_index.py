@@ -108,7 +108,7 @@ async def fill_index(
         await run.fill(users, owner_rows(db, users))
     await run.fill(sessions, sessions_with_ids(db))
     result = run.result
-    app_tag = (await db.unit.identify(app_name)).app_tag
+    app_tag = (await db.runner.identify(app_name)).app_tag
     result.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
     result.problems = tuple(run.problems.items)
     result.complete = skip_unreadable or not run.problems.count
@@ -175,7 +175,7 @@ class _Filler:
             if identity is not None:
                 operation = CorrectIndexed(identity, self._tags, of_user=table is users)
                 # Other tasks add to the counters meanwhile, so read them after the await.
-                written = await self._db.unit.run(operation, conflicts=_CONFLICTS)
+                written = await self._db.runner.run(operation, conflicts=_CONFLICTS)
                 self.result.written += written
                 self.result.users += table is users
                 self.result.sessions += table is sessions
@@ -189,22 +189,22 @@ class _Filler:
         decrypted = await read_owner(self._db, users, row)
         if decrypted is None or decrypted[0] != self._app_name:
             return None
-        return await self._db.unit.identify(self._app_name, decrypted[1].user_id)
+        return await self._db.runner.identify(self._app_name, decrypted[1].user_id)
 
     async def _session(self, stored: SessionWithIds) -> Identity | None:
         """Return the identity of a session; None for a collection, or a session of another app."""
         ids = stored.require_ids()
         is_wanted = ids.app_name == self._app_name and not ids.is_collection
-        return await self._db.unit.identify(*ids[:3]) if is_wanted else None
+        return await self._db.runner.identify(*ids[:3]) if is_wanted else None
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
     """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
     deleted = 0
     query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)
-    async for span in spans(db.unit.read, indexed.c.row_id, db.limits.keys_per_page):
+    async for span in spans(db.runner.read, indexed.c.row_id, db.limits.keys_per_page):
         within = query.where(*span.conditions(indexed.c.row_id))
-        deleted += await db.unit.change(partial(_rows_changed, within, span.parameters))
+        deleted += await db.runner.change(partial(_rows_changed, within, span.parameters))
     return deleted
 
 

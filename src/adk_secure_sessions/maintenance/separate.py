@@ -121,7 +121,7 @@ async def separate(
     remaining = (await db.reread_keyring()).masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
-    ((old,),) = await db.unit.read_keys(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
+    ((old,),) = await db.runner.read_keys(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
     result.kept = len(remaining) + int(old)
     result.complete = are_replaced and not result.kept
     if result.complete:
@@ -167,35 +167,35 @@ async def _begin(db: Database) -> None:
             "separated: run `retire` first"
         )
     separation = Separation(old_id, await later_than_all_keys(db), master_ids)
-    roots = db.unit.backends.roots
+    roots = db.runner.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
     old = (old_id.hex(), survey.meta_rows[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, meta_rows, old)
-    if not await db.unit.change_keys(work):
+    if not await db.runner.change_keys(work):
         raise SecureSessionError(_CHANGED, retryable=True)
-    if db.unit.executors.has_key_database:
-        await db.unit.change(partial(_set_id, old_id.hex(), new_id.hex()))
+    if db.runner.executors.has_key_database:
+        await db.runner.change(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
 
 
 async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
-    if not db.unit.executors.has_key_database:
+    if not db.runner.executors.has_key_database:
         return
-    data = await repeated(lambda: survey_database(db.unit.executors.data))
+    data = await repeated(lambda: survey_database(db.runner.executors.data))
     survey = await repeated(
-        lambda: survey_database(db.unit.executors.key_tables, is_key_database=True)
+        lambda: survey_database(db.runner.executors.key_tables, is_key_database=True)
     )
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     check(survey, TableSet.KEYS, create_tables=False)
-    writer, roots = db.unit.backends.writer.root_key.key_id, db.unit.backends.roots
+    writer, roots = db.runner.backends.writer.root_key.key_id, db.runner.backends.roots
     keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.existing_id)
     check_features(survey, keyring)
-    await db.unit.change(partial(_set_id, old_id, survey.existing_id.hex()))
+    await db.runner.change(partial(_set_id, old_id, survey.existing_id.hex()))
 
 
 async def _drop_rows_of_original(db: Database) -> None:
@@ -211,7 +211,7 @@ async def _drop_rows_of_original(db: Database) -> None:
             if table.name in present:
                 connection.execute(sa.delete(table)).close()
 
-    await db.unit.change(empty)
+    await db.runner.change(empty)
     # Forget this run's audit trail: its first record was deleted.  A completed run stores both
     # records again at its end.
     if command := running_command():
@@ -267,5 +267,5 @@ async def _end(db: Database, keyring: Keyring) -> None:
         meta.put(connection, meta.MIGRATION_MARK, None)
         return True
 
-    if not await db.unit.change_keys(end):
+    if not await db.runner.change_keys(end):
         raise SecureSessionError(_CHANGED, retryable=True)

@@ -210,8 +210,8 @@ _TRAIL = sa.select(
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     if FeatureName.MIGRATION not in survey.features:
         return None
-    ((copied,),) = await db.unit.read(_COPIED, {})
-    ((tombstones,),) = await db.unit.read(_TOMBSTONES, {})
+    ((copied,),) = await db.runner.read(_COPIED, {})
+    ((tombstones,),) = await db.runner.read(_TOMBSTONES, {})
     is_complete = meta.MIGRATION_MARK in survey.meta_rows
     genuine = None
     if is_complete and await _index_master(db) is not None:
@@ -225,9 +225,9 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
 async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     if indexed.name not in survey.feature_tables:
         return None
-    ((rows,),) = await db.unit.read(_INDEXED, {})
+    ((rows,),) = await db.runner.read(_INDEXED, {})
     master = await _index_master(db)
-    marks = await read_marks(db.unit.read, master)
+    marks = await read_marks(db.runner.read, master)
     if master is None:
         return IndexStatus(int(rows), len(marks), None, None)
     complete = sum(state is IndexState.COMPLETE for _, state in marks)
@@ -238,7 +238,7 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
 async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
     if audit_records.name not in survey.feature_tables:
         return None
-    ((records, chains, since),) = await db.unit.read(_TRAIL, {})
+    ((records, chains, since),) = await db.runner.read(_TRAIL, {})
     # SQLite stores any type in any column, so a time that was tampered with may be no integer.
     return TrailStatus(int(records), int(chains), since if isinstance(since, int) else None)
 
@@ -273,7 +273,7 @@ async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> Master
     unwraps = None
     if db.has_root_keys:
         try:
-            await unwrap_master_key(row, db.unit.backends.roots, database_id)
+            await unwrap_master_key(row, db.runner.backends.roots, database_id)
             unwraps = True
         except (WrongKeyError, DecryptionError):
             unwraps = False

@@ -49,7 +49,7 @@ async def vacuum(db: Database) -> Vacuum:
     """
     present = (await db.survey()).feature_tables
     of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
-    data, keys = db.unit.executors
+    data, keys = db.runner.executors
     places = {data: TableSet.DATA.tables + of_features}
     places[keys] = tuple(dict.fromkeys(places.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []

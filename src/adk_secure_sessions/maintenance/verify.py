@@ -154,7 +154,7 @@ class _Verifier:
         self._has_marks = False
 
     async def check_marks(self) -> None:
-        for tag, state in await read_marks(self._db.unit.read, self._index_master):
+        for tag, state in await read_marks(self._db.runner.read, self._index_master):
             self._has_marks = True
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
@@ -166,7 +166,7 @@ class _Verifier:
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._indexed:
             return
-        checked = await self._db.unit.run(CheckIndexed(identity, self._indexed, of_user=of_user))
+        checked = await self._db.runner.run(CheckIndexed(identity, self._indexed, of_user=of_user))
         if checked is None or not checked[1].total:
             return
         row_id, differences = checked
@@ -196,7 +196,7 @@ class _Verifier:
             with locating_errors(table.name, row.id):
                 load_state(owner.state)
             if table is users:
-                identity = await self._db.unit.identify(app_name, owner.user_id)
+                identity = await self._db.runner.identify(app_name, owner.user_id)
                 await self._check_indexed(identity, of_user=True)
                 self.result.users += 1
             else:
@@ -237,7 +237,7 @@ class _Verifier:
         macs = ImportMacs(await self._db.keyring())
         size = self._db.limits.keys_per_page
         query, key = _IMPORTED, migrated.c.tag
-        async for rows in pages(self._db.unit.read, query, key, size, lambda *row: row):
+        async for rows in pages(self._db.runner.read, query, key, size, lambda *row: row):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self._imports += 1
@@ -270,7 +270,7 @@ class _Verifier:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
             ids = stored.require_ids()
-            identity = await self._db.unit.identify(*ids)
+            identity = await self._db.runner.identify(*ids)
             if identity.session_tag != stored.columns.tag:
                 kind = "collection" if ids.is_collection else "session"
                 raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
@@ -285,7 +285,7 @@ class _Verifier:
                     return memory_items.parse_item(content, seq) if is_memory else None
 
             check = reads.CheckSession(identity, parse, checks_owners=False)
-            checked = await self._db.unit.run(check)
+            checked = await self._db.runner.run(check)
             if checked is not None:  # None: the session was deleted after its ids were read
                 session, history = checked[0].session, checked[1]
                 with locating_errors(snapshots.name, session.row.id):
@@ -326,7 +326,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
     keyring = await db.keyring()
     detail = "its owner's row was removed"
-    if db.unit.executors.has_key_database:
+    if db.runner.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     async for rows in all_data_keys(db):
         for row in rows:
@@ -338,12 +338,12 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         known = {
             tag
             for column, query in _OWNER_TAGS.items()
-            for (tag,) in await rows_where(db.unit.read, query, column, owners)
+            for (tag,) in await rows_where(db.runner.read, query, column, owners)
         }
         lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has
         # then also deleted the data keys.  So report only data keys that still exist.
-        stored = await db.unit.read_data_keys([row.owner for row in lost])
+        stored = await db.runner.read_data_keys([row.owner for row in lost])
         there = {key.id for key in stored.data_keys}
         for row in lost:
             if row.id in there or not isinstance(row.owner, bytes):
@@ -353,7 +353,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
 
 def _may_be_new(db: Database, row: DataKeyRow) -> bool:
     """Return whether a service may be about to write the row of the owner: see `_NEW_KEY_GRACE`."""
-    if not db.unit.executors.has_key_database or not isinstance(row.created_at, int):
+    if not db.runner.executors.has_key_database or not isinstance(row.created_at, int):
         return False
     return abs(time_now() - row.created_at) < _NEW_KEY_GRACE
 

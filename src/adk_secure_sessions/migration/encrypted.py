@@ -87,9 +87,9 @@ class EncryptedSource(Source):
         since = -(2**63) if selection.since is None else selection.since
         parameters: dict[str, object] = {"now": time_now(), "since": since}
         if selection.app_name is not None:
-            parameters["app_tag"] = (await self._db.unit.identify(selection.app_name)).app_tag
+            parameters["app_tag"] = (await self._db.runner.identify(selection.app_name)).app_tag
         query = _COUNT if selection.app_name is None else _COUNT_OF_APP
-        ((number,),) = await self._db.unit.read(query, parameters)
+        ((number,),) = await self._db.runner.read(query, parameters)
         return int(number)
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
@@ -137,7 +137,7 @@ class EncryptedSource(Source):
         store, encrypted with keys of their own.
         """
         await self._db.keyring()
-        return bool(await self._db.unit.read(_ANY_COLLECTION, {}))
+        return bool(await self._db.runner.read(_ANY_COLLECTION, {}))
 
     async def close(self) -> None:
         await self._db.close()
@@ -147,7 +147,7 @@ class EncryptedSource(Source):
         sizes: Counter[int] = Counter()
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
-            for row, size in await span.read(self._db.unit.read, query, key):
+            for row, size in await span.read(self._db.runner.read, query, key):
                 sizes[row] += plausible(size)
         return sizes
 
@@ -193,9 +193,9 @@ async def stored_content(
     db: Database, app_name: str, user_id: str, session_id: str
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
-    identity = await db.unit.identify(app_name, user_id, session_id)
+    identity = await db.runner.identify(app_name, user_id, session_id)
     operation = reads.CheckSession(identity, _check_event)
-    loaded = await db.unit.run(operation)
+    loaded = await db.runner.run(operation)
     if loaded is None:
         return None
     stored = loaded[0].session
@@ -211,8 +211,8 @@ async def stored_content(
 async def stored_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
-    identity = await db.unit.identify(app_name, user_id or "")
-    owner = await db.unit.run(reads.CheckOwner(identity, of_user=of_user))
+    identity = await db.runner.identify(app_name, user_id or "")
+    owner = await db.runner.run(reads.CheckOwner(identity, of_user=of_user))
     return owner.state if owner else b"{}"
 
 

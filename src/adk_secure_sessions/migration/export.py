@@ -294,12 +294,12 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
             if await write_line(ids, content):
                 run.result.sessions += 1
                 run.result.events += len(content.events)
-    unit = run.db.unit
+    runner = run.db.runner
     async for ids, state in run.readable_states():
         if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
-            identity = await unit.identify(ids[0], ids[1])
+            identity = await runner.identify(ids[0], ids[1])
             options = reads.PageOptions(1, with_state=False, skip=True)
-            if not (await unit.run(reads.ListPage(identity, options, of_app=False))).items:
+            if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
                 run.result.states += await write_line(ids, None)
 
 

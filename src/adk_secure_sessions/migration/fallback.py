@@ -124,8 +124,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self.copied_sessions: int = 0
         self._service = service
         self._recording = service._recording
-        self._unit = service._unit
-        self._imports = Imports(service._unit, service._index, create_table=service._creates_tables)
+        self._runner = service._runner
+        self._imports = Imports(
+            service._runner, service._index, create_table=service._creates_tables
+        )
         self._source = source
         # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None
@@ -233,8 +235,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         left = [session for session in of_source if session.ids not in known]
         stored = {}
         for user in {session.user_id for session in left}:
-            identity = await self._unit.identify(app_name, user)
-            stored[user] = await self._unit.run(reads.GetStates(identity))
+            identity = await self._runner.identify(app_name, user)
+            stored[user] = await self._runner.run(reads.GetStates(identity))
         response.sessions += [
             _session(session, of_source[session], *stored[session.user_id]) for session in left
         ]
@@ -301,7 +303,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         The mark is read again each time that this process has read the keyring.
         """
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
         if keyring is not self._keyring:
             is_first = self._keyring is None
             self._is_complete = await self._imports.migration_end() is not None
@@ -329,7 +331,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         It also contains owners without a state in the source, which does not change any more.
         """
-        return await self._unit.cached_object(self, lambda: Lru(_CACHED_OWNERS))
+        return await self._runner.cached_object(self, lambda: Lru(_CACHED_OWNERS))
 
     # --- Reading the source -----------------------------------------------------------------------
 

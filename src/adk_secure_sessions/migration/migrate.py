@@ -198,7 +198,7 @@ class _MigrationRun:
         if self.walk.index is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
-            dialect = await self.target.unit.change(dialect_of, commit=False)
+            dialect = await self.target.runner.change(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.walk.sessions():
             # The first session of each app and of each user is copied before the others.  Imports
@@ -346,6 +346,6 @@ class _MigrationRun:
 
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""
-        identity, untouched = await self.target.unit.identify(*ids), (copy.row_id, copy.number)
+        identity, untouched = await self.target.runner.identify(*ids), (copy.row_id, copy.number)
         deletion = writes.DeleteSession(identity, lambda now: now.id_and_revision == untouched)
-        return bool(await self.target.unit.run(deletion))
+        return bool(await self.target.runner.run(deletion))

@@ -199,7 +199,9 @@ class Walk:
             migrated.c.tag,
             target.limits.keys_per_page,
         )
-        async for rows in pages(target.unit.read, query, key, size, lambda *row: row, **parameters):
+        async for rows in pages(
+            target.runner.read, query, key, size, lambda *row: row, **parameters
+        ):
             for tag, row in rows:
                 # SQLite stores any type in any column, so a modified tag may have another type.
                 known = tag if isinstance(tag, bytes) else b""
@@ -209,7 +211,7 @@ class Walk:
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index is None:
             return [SourceItem(session.ids, session=session) for session in listed]
-        imports, read = self.target.imports, self.target.unit.read
+        imports, read = self.target.imports, self.target.runner.read
         known = [session for session in listed if session.has_ids]
         copies = await imports.rows_for([session.ids for session in known])
         tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in listed}

@@ -17,6 +17,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongK
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring, Separation
 from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import (
     KNOWN_FEATURES,
@@ -28,7 +29,6 @@ from adk_secure_sessions.storage.survey import (
     TableSet,
     take_survey,
 )
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork
 
 REPLACED = (
     "the database was replaced by another one, or another run of `separate` has changed its id: "
@@ -164,8 +164,8 @@ class Feature:
     ConfigurationError.
     """
 
-    def __init__(self, unit: UnitOfWork, name: str, *, create_table: bool = True) -> None:
-        self._unit = unit
+    def __init__(self, runner: OperationRunner, name: str, *, create_table: bool = True) -> None:
+        self._runner = runner
         self._name = name
         self._create_table = create_table
         # The keyring that was current when the feature was last added or found.
@@ -178,7 +178,7 @@ class Feature:
         A call accesses the database only if it is the first call, or the first call after this
         process has read the keyring again.
         """
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
         if self._ensured is keyring:
             return
         async with self._locks.hold("feature"):
@@ -186,19 +186,19 @@ class Feature:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
                 create = partial(create_table_of, self._name, may_create=self._create_table)
-                await self._unit.change(create)
+                await self._runner.change(create)
             # If the process stops before this, the next call adds the feature.
-            await self._unit.change_keys(partial(add_feature, self._name, keyring))
+            await self._runner.change_keys(partial(add_feature, self._name, keyring))
             self._ensured = keyring
 
     async def is_added(self) -> bool:
         """Return whether the database has the feature."""
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
         if self._ensured is keyring:
             return True
         # Read the table before the list of features.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
-        has_rows = await self._unit.change(partial(_has_rows_of, self._name), commit=False)
+        has_rows = await self._runner.change(partial(_has_rows_of, self._name), commit=False)
         if await self._is_listed(keyring):
             self._ensured = keyring
             return True
@@ -211,4 +211,4 @@ class Feature:
 
     async def _is_listed(self, keyring: Keyring) -> bool:
         work = partial(_has_feature, self._name, keyring)
-        return await self._unit.change_keys(work, commit=False)
+        return await self._runner.change_keys(work, commit=False)

@@ -15,6 +15,14 @@ from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
 from adk_secure_sessions.keys.data_keys import StagedKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    History,
+    KeySource,
+    RowCache,
+    read_data_keys,
+    size_of_event,
+)
 from adk_secure_sessions.storage.queries import (
     EVENT_RECORD,
     EVENT_SEQ,
@@ -34,14 +42,6 @@ from adk_secure_sessions.storage.schema import (
     SealedColumn,
     SessionWithStates,
     StoredSession,
-)
-from adk_secure_sessions.storage.unit_of_work import (
-    Attempt,
-    History,
-    KeySource,
-    RowCache,
-    read_data_keys,
-    size_of_event,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
+from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow, RowCache
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
@@ -42,7 +43,6 @@ from adk_secure_sessions.storage.schema import (
     WitnessRow,
     locating_errors,
 )
-from adk_secure_sessions.storage.unit_of_work import Attempt, CachedRow, RowCache
 
 R = TypeVar("R", bound=tuple[Any, ...])
 

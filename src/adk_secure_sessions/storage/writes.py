@@ -25,6 +25,12 @@ from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
 from adk_secure_sessions.storage.features import index_rows
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    KeySource,
+    NeedsDataKey,
+    apply_changes,
+)
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryForms, QueryRows
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -44,7 +50,6 @@ from adk_secure_sessions.storage.schema import (
     new_row_id,
     parameters,
 )
-from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, NeedsDataKey, apply_changes
 
 T = TypeVar("T")
 Changes = list[Change]
@@ -258,7 +263,7 @@ class OwnerChanges:
 
     def _new_key(self, owner_tag: bytes, not_before: int = 0) -> None:
         """Create a data key and add the change that stores it; with a key database, make
-        `UnitOfWork.run` store one before the next attempt.
+        `OperationRunner.run` store one before the next attempt.
         """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
             raise NeedsDataKey(owner_tag, not_before)
@@ -267,7 +272,7 @@ class OwnerChanges:
         self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
     def _require_read_keys(self) -> None:
-        """If this attempt uses cached data keys, make `UnitOfWork.run` read them and repeat it."""
+        """If this attempt uses cached data keys, let the next attempt read them again."""
         if self._attempt.key_source is KeySource.CACHE:
             raise UnknownKeyError("the owner's data keys have to be read again")
 

@@ -43,9 +43,9 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.feature_list import Feature
+from adk_secure_sessions.storage.operation_runner import OperationRunner, try_apply
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import UnitOfWork, try_apply
 
 T = TypeVar("T")
 
@@ -155,9 +155,9 @@ class AuditTrail(HoldsSecrets):
     warning is logged, once in this process, if the logger of the audit log is off.
     """
 
-    def __init__(self, unit: UnitOfWork, *, create_table: bool, warns: bool = True) -> None:
-        self._unit = unit
-        self._feature = Feature(unit, FeatureName.AUDIT, create_table=create_table)
+    def __init__(self, runner: OperationRunner, *, create_table: bool, warns: bool = True) -> None:
+        self._runner = runner
+        self._feature = Feature(runner, FeatureName.AUDIT, create_table=create_table)
         self._warns = warns
         # The chain that was used last is the last element.  Several threads use the list without a
         # lock, which a forked process could inherit locked: taking and adding an element is atomic.
@@ -168,7 +168,7 @@ class AuditTrail(HoldsSecrets):
     @property
     def executor(self) -> Executor:
         """The executor of the data database."""
-        return self._unit.executors.data
+        return self._runner.executors.data
 
     async def prepare(self) -> None:
         """Create the table if it is missing, and add the feature `audit`: see `Feature.ensure`."""
@@ -228,7 +228,7 @@ class AuditTrail(HoldsSecrets):
         Return the result, and whether *entries* were stored.  *on_commit* also gets the latter.
         The other arguments and the errors are those of `Executor.write`.
         """
-        chain = self._take(await self._unit.keyring())
+        chain = self._take(await self._runner.keyring())
         draft, head = _Draft(), chain.head
 
         def committed() -> None:

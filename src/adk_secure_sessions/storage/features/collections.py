@@ -12,6 +12,7 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
+from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -23,7 +24,6 @@ from adk_secure_sessions.storage.schema import (
     sessions,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
     CreateSession,
@@ -77,37 +77,37 @@ class Collections:
     begins with the version of google-adk (docs/format.md, "Collections").
     """
 
-    def __init__(self, unit: UnitOfWork) -> None:
-        self._unit = unit
-        self._feature = Feature(unit, FeatureName.COLLECTIONS)
+    def __init__(self, runner: OperationRunner) -> None:
+        self._runner = runner
+        self._feature = Feature(runner, FeatureName.COLLECTIONS)
 
     @property
     def stores_plaintext(self) -> bool:
         """Whether new records are stored as plaintext."""
-        return self._unit.backends.stores_plaintext
+        return self._runner.backends.stores_plaintext
 
     async def database_id(self) -> bytes:
         """Return the random id of the database."""
-        return (await self._unit.keyring()).database_id
+        return (await self._runner.keyring()).database_id
 
     async def is_stored(self, row: int) -> bool:
         """Return whether there is a collection or a session with this row id."""
-        return bool(await self._unit.read(_BY_ROW, {"row": row}))
+        return bool(await self._runner.read(_BY_ROW, {"row": row}))
 
     async def count_items(self) -> int:
         """Return the number of items of all collections, without authenticating it."""
-        ((items,),) = await self._unit.read(_ITEMS, {})
+        ((items,),) = await self._runner.read(_ITEMS, {})
         # If revisions were tampered with, they may be negative, or their sum may be infinite.
         return int(min(max(items or 0, 0), 2**62))
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
-        """See `UnitOfWork.cached_object`."""
-        return await self._unit.cached_object(key, make)
+        """See `OperationRunner.cached_object`."""
+        return await self._runner.cached_object(key, make)
 
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
-        identity = await self._unit.identify(app_name, user_id)
-        views = await self._unit.run(ListSessions(identity, is_collection=True))
+        identity = await self._runner.identify(app_name, user_id)
+        views = await self._runner.run(ListSessions(identity, is_collection=True))
         stored = [view.session for view in views]
         return [
             Collection(one.session_id, one.id_and_revision) for one in stored if one.row.revision
@@ -119,7 +119,7 @@ class Collections:
         Also return None for a stored collection without items: a process may have stopped after it
         had stored the collection and before it could append an item.
         """
-        collection = await self._read(await self._unit.identify(*address, True), limit)
+        collection = await self._read(await self._runner.identify(*address, True), limit)
         return collection if collection and collection.size else None
 
     async def append(
@@ -133,14 +133,14 @@ class Collections:
         """
         if len(encode_text(address[2])) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
-        identity = await self._unit.identify(*address, True)
+        identity = await self._runner.identify(*address, True)
         await self._feature.ensure()
         while True:
             collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
             try:
                 if collection is None:
                     creation = CreateSession(identity, {}, {}, b"{}", time_now())
-                    created = await self._unit.run(creation)
+                    created = await self._runner.run(creation)
                     collection = Collection(address[2], created.session.id_and_revision)
                 plaintext = item if isinstance(item, bytes) else item(collection)
                 return await self.append_at(collection.version, address, plaintext)
@@ -163,25 +163,25 @@ class Collections:
         """
         if not set(replaced) <= set(range(expected.revision)):
             raise ValueError("only items before the expected position can be replaced")
-        identity = await self._unit.identify(*address, True)
+        identity = await self._runner.identify(*address, True)
         await self._feature.ensure()
         new = NewEvent(item, time_now(), {}, {}, {}, replaced)
-        return (await self._unit.run(AppendEvent(identity, expected, new))).id_and_revision
+        return (await self._runner.run(AppendEvent(identity, expected, new))).id_and_revision
 
     async def rewrite(
         self, address: Address, items: Sequence[bytes], expected: SessionVersion
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
-        identity = await self._unit.identify(*address, True)
-        await self._unit.run(RewriteItems(identity, expected, items, time_now()))
+        identity = await self._runner.identify(*address, True)
+        await self._runner.run(RewriteItems(identity, expected, items, time_now()))
 
     async def delete(self, address: Address) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""
-        identity = await self._unit.identify(*address, True)
-        return bool(await self._unit.run(DeleteSession(identity)))
+        identity = await self._runner.identify(*address, True)
+        return bool(await self._runner.run(DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
-        loaded = await self._unit.run(GetSession(identity, _item, limit))
+        loaded = await self._runner.run(GetSession(identity, _item, limit))
         if loaded is None:
             return None
         view, items = loaded

@@ -16,11 +16,11 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Secu
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage.feature_list import Feature
+from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows
 from adk_secure_sessions.storage.reads import ListPage, PageOptions, SessionPosition
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork
 from adk_secure_sessions.storage.writes import DeleteSession
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ class Expiry:
     the index is missing, it is created, or not if *create_index* is False.
     """
 
-    def __init__(self, unit: UnitOfWork, *, create_index: bool) -> None:
-        self._unit = unit
-        self.feature: Feature = Feature(unit, FeatureName.EXPIRY)
+    def __init__(self, runner: OperationRunner, *, create_index: bool) -> None:
+        self._runner = runner
+        self.feature: Feature = Feature(runner, FeatureName.EXPIRY)
         self._create_index = create_index
         self._has_index: bool | None = None  # None: not known yet
         self._paused_until = 0.0  # monotonic seconds
@@ -69,7 +69,7 @@ class Expiry:
             if time.monotonic() < self._paused_until or not await self._index_exists():
                 return
             now = time_now()
-            rows = await self._unit.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
+            rows = await self._runner.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
             expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
             for app_name, view in expired[:_AT_ONCE]:
                 await delete(app_name, view.user_id, view.session.session_id)
@@ -84,7 +84,7 @@ class Expiry:
         if self._has_index is None:
             work = partial(_ensure_index, may_create=self._create_index)
             try:
-                await self._unit.change(work)
+                await self._runner.change(work)
             except SecureSessionError as error:
                 if error.retryable:
                     raise
@@ -97,8 +97,8 @@ class Expiry:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
         try:
             app_name = decode_text(name)
-            identity = await self._unit.identify(app_name)
-            return [(app_name, one) for one in await self._unit.run(_ListExpired(identity, now))]
+            identity = await self._runner.identify(app_name)
+            return [(app_name, one) for one in await self._runner.run(_ListExpired(identity, now))]
         except DecryptionError as error:
             record_rejected(error)
             return []
@@ -106,7 +106,7 @@ class Expiry:
     async def delete_if_expired(self, identity: Identity) -> bool:
         """Delete the session if it has expired by now; return False if it is stored and has not."""
         deletion = DeleteSession(identity, attrgetter("has_expired"))
-        return await self._unit.run(deletion) is not False
+        return await self._runner.run(deletion) is not False
 
 
 class _ListExpired(ListPage):

@@ -26,6 +26,12 @@ from adk_secure_sessions.storage import meta, sealed_rows
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    KeySource,
+    OperationRunner,
+    apply_changes,
+)
 from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.queries import QueryRows, chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.schema import (
@@ -46,7 +52,6 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, KeySource, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import (
     Changes,
     NewSession,
@@ -512,12 +517,16 @@ class Imports:
     """
 
     def __init__(
-        self, unit: UnitOfWork, index: SearchIndex | None = None, *, create_table: bool = True
+        self,
+        runner: OperationRunner,
+        index: SearchIndex | None = None,
+        *,
+        create_table: bool = True,
     ) -> None:
-        self._unit = unit
+        self._runner = runner
         self._index = index
-        self._expiry = Feature(unit, FeatureName.EXPIRY)
-        self.feature: Feature = Feature(unit, FeatureName.MIGRATION, create_table=create_table)
+        self._expiry = Feature(runner, FeatureName.EXPIRY)
+        self.feature: Feature = Feature(runner, FeatureName.MIGRATION, create_table=create_table)
 
     async def import_session(
         self,
@@ -548,13 +557,13 @@ class Imports:
             await self._index.declare_configured(app_name)
         if expires_at is not None:
             await self._expiry.ensure()
-        identity = await self._unit.identify(app_name, user_id, session_id)
+        identity = await self._runner.identify(app_name, user_id, session_id)
         macs = await self._macs()
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
         source = macs.source(identity.session_tag, encode_text(source_version))
         operation = ImportSession(identity, macs, state, events, times, source, replace=replace)
-        return await self._unit.run(operation)
+        return await self._runner.run(operation)
 
     async def import_state(
         self, owner: AppOrUser, state: bytes, *, replace: bool = False
@@ -568,10 +577,10 @@ class Imports:
         if self._index is not None:
             await self._index.declare_configured(owner[0])
         of_user = len(owner) > 1
-        identity = await self._unit.identify(owner[0], owner[1] if of_user else "")
+        identity = await self._runner.identify(owner[0], owner[1] if of_user else "")
         macs = await self._macs()
         operation = ImportState(identity, macs, state, of_user=of_user, replace=replace)
-        return await self._unit.run(operation)
+        return await self._runner.run(operation)
 
     async def rows_for(self, ids: Iterable[K]) -> dict[K, ImportRow]:
         """Return the rows of `secure_migrated` for those *ids* that have one.
@@ -600,12 +609,12 @@ class Imports:
         restore them.
         """
         await self.feature.ensure()
-        identity = await self._unit.identify(app_name, user_id, session_id or "")
+        identity = await self._runner.identify(app_name, user_id, session_id or "")
         macs = await self._macs()
         if session_id is not None:
-            await self._unit.run(AddTombstone(identity, macs))
+            await self._runner.run(AddTombstone(identity, macs))
             return
-        await self._unit.change(partial(add_tombstone_of_user, macs.tombstone(identity.user_tag)))
+        await self._runner.change(partial(add_tombstone_of_user, macs.tombstone(identity.user_tag)))
 
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
@@ -615,7 +624,7 @@ class Imports:
         """
         end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
         await self.feature.ensure()
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
 
         def store(connection: sa.Connection) -> bool:
             stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
@@ -624,24 +633,24 @@ class Imports:
             meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
             return True
 
-        return await self._unit.change_keys(store)
+        return await self._runner.change_keys(store)
 
     async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
         """Remove COMPLETE.  With *source_is_kept*, turn SOURCE_ERASED back into COMPLETE."""
         old, new = MigrationEnd.COMPLETE, None
         if source_is_kept:
             old, new = MigrationEnd.SOURCE_ERASED, old
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
         if await self.migration_end() is not old:
             return False  # do not begin to write: the account may only be able to read
         marks = old.mark(keyring), new and new.mark(keyring)
-        return await self._unit.change_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
+        return await self._runner.change_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
 
     async def migration_end(self) -> MigrationEnd | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
-        value = await self._unit.change_keys(read, commit=False)
+        value = await self._runner.change_keys(read, commit=False)
         if value is None:
             return None
         for end in MigrationEnd:
@@ -653,7 +662,7 @@ class Imports:
         )
 
     async def _macs(self) -> ImportMacs:
-        return ImportMacs(await self._unit.keyring())
+        return ImportMacs(await self._runner.keyring())
 
     async def _rows_for_tags(
         self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
@@ -661,7 +670,7 @@ class Imports:
         rows: dict[bytes, ImportRow] = {}
         for part in chunks(dict.fromkeys(tags.values())):
             query = migrated_rows(table.name, len(part))
-            for row in await self._unit.read(query, numbered(part)):
+            for row in await self._runner.read(query, numbered(part)):
                 one = macs.checked_row(row)
                 rows[one.row.tag] = one
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}

@@ -26,9 +26,9 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.operation_runner import Attempt
 from adk_secure_sessions.storage.pages import Reader
 from adk_secure_sessions.storage.schema import INDEX_MARK, IndexedRow, StoredSession, apps, indexed
-from adk_secure_sessions.storage.unit_of_work import Attempt
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
 

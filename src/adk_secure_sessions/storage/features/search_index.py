@@ -16,6 +16,7 @@ from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
+from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import (
     ListPage,
@@ -26,7 +27,6 @@ from adk_secure_sessions.storage.reads import (
 )
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.unit_of_work import Attempt, UnitOfWork, apply_changes
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
 
 
@@ -37,15 +37,15 @@ class SearchIndex:
     """
 
     def __init__(
-        self, unit: UnitOfWork, keys: Sequence[str] = (), *, create_table: bool = True
+        self, runner: OperationRunner, keys: Sequence[str] = (), *, create_table: bool = True
     ) -> None:
         if isinstance(keys, str):
             raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
         self.state_keys: tuple[str, ...] = tuple(keys)
         for key in self.state_keys:
             index_rows.check_key(key)
-        self._unit = unit
-        self._feature = Feature(unit, FeatureName.STATE_INDEX, create_table=create_table)
+        self._runner = runner
+        self._feature = Feature(runner, FeatureName.STATE_INDEX, create_table=create_table)
         # The apps whose keys were declared, and the keyring that was current then.
         self._declared: tuple[Keyring | None, set[str]] = (None, set())
 
@@ -57,15 +57,15 @@ class SearchIndex:
         *key* is a key of the session's state, or `user:` and a key of the user's state.
         """
         index_rows.check_key(key)
-        identity = await self._unit.identify(app_name)
-        lookup = Lookup(await self._unit.keyring(), app_name, key, value)
+        identity = await self._runner.identify(app_name)
+        lookup = Lookup(await self._runner.keyring(), app_name, key, value)
         is_configured = key in self.state_keys  # then, perhaps the app has no sessions yet
         for declares in (False, True) if is_configured else (False,):
             if declares:
                 await self.declare_configured(app_name)
             if await self._feature.is_added():
                 try:
-                    return await self._unit.run(FindPage(identity, options, lookup))
+                    return await self._runner.run(FindPage(identity, options, lookup))
                 except NotIndexed:
                     pass
         raise ConfigurationError(
@@ -84,28 +84,28 @@ class SearchIndex:
         for key in wanted:
             index_rows.check_key(key)
         await self._feature.ensure()
-        keyring = (await self._unit.key_cache()).keyring
+        keyring = (await self._runner.key_cache()).keyring
         tags = frozenset(keyring.index_master.state_key(app_name, key) for key in wanted)
         if tags:
             app_tag = keyring.index_master.tag_of(app_name)
-            await self._unit.change(partial(index_rows.declare, keyring, app_tag, tags))
+            await self._runner.change(partial(index_rows.declare, keyring, app_tag, tags))
         keyring.indexed_keys.update(tags)
         return tags
 
     async def complete(self, tags: Iterable[bytes]) -> None:
         """Store that each session or user has its rows of the keys with these *tags*."""
-        keyring = await self._unit.keyring()
-        await self._unit.change(partial(index_rows.complete, keyring, list(tags)))
+        keyring = await self._runner.keyring()
+        await self._runner.change(partial(index_rows.complete, keyring, list(tags)))
 
     async def withdraw(self, tags: Iterable[bytes]) -> None:
         """Store that the keys with these *tags* are not indexed any more."""
-        await self._unit.change(partial(index_rows.withdraw, sorted(tags)))
+        await self._runner.change(partial(index_rows.withdraw, sorted(tags)))
 
     async def declare_configured(self, app_name: str) -> None:
         """Declare the keys that this process is configured to index, once for each app."""
         if not self.state_keys:
             return
-        keyring = await self._unit.keyring()
+        keyring = await self._runner.keyring()
         seen, declared = self._declared
         if seen is not keyring:
             declared = set()

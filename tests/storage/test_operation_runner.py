@@ -29,16 +29,16 @@ from adk_secure_sessions.errors import (
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
-from adk_secure_sessions.storage.reads import GetSession
-from adk_secure_sessions.storage.unit_of_work import (
+from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     KeySource,
     NeedsDataKey,
     OpenKeyring,
-    UnitOfWork,
+    OperationRunner,
     empty_caches,
     read_data_keys,
 )
+from adk_secure_sessions.storage.reads import GetSession
 from tests.storage.support import (
     ANOTHER_MASTER,
     MASTER,
@@ -113,8 +113,8 @@ class KeyringReads:
 CACHES = Caches(sessions=10, data_keys=10)
 
 
-def unit_of(executors: Executors, keyrings: OpenKeyring | None = None) -> UnitOfWork:
-    return UnitOfWork(executors, backends(), keyrings or KeyringReads(), cache=CACHES)
+def runner_of(executors: Executors, keyrings: OpenKeyring | None = None) -> OperationRunner:
+    return OperationRunner(executors, backends(), keyrings or KeyringReads(), cache=CACHES)
 
 
 def load_keys(attempt: Attempt) -> str:
@@ -124,13 +124,13 @@ def load_keys(attempt: Attempt) -> str:
     return "done"
 
 
-async def unit_that_knows_the_keys() -> UnitOfWork:
-    unit = unit_of(one_database()[0])
-    staged = StagedKeys(await unit.key_cache())
+async def runner_that_knows_the_keys() -> OperationRunner:
+    runner = runner_of(one_database()[0])
+    staged = StagedKeys(await runner.key_cache())
     for owner in (WHO.app_tag, WHO.user_tag):
         staged.new(owner)
     staged.publish()
-    return unit
+    return runner
 
 
 # --- pauses --------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ async def test_attempt_that_met_a_changed_row_or_lost_its_connection_is_repeated
     pauses: list[float], error: Exception
 ) -> None:
     operation = Scripted(error, "done")
-    assert await unit_of(one_database()[0]).run(operation) == "done"
+    assert await runner_of(one_database()[0]).run(operation) == "done"
     assert len(operation.attempts) == 2
     assert len(pauses) == 1
 
@@ -204,7 +204,7 @@ async def test_attempts_trust_no_cache_from_the_second_on_and_lock_rows_after_th
 ) -> None:
     """A lost connection, of which a read may meet one, is no conflict."""
     operation = Scripted(Conflict(), LOST, UniqueViolation(), Conflict(), Conflict(), "done")
-    await unit_of(one_database()[0]).run(operation)
+    await runner_of(one_database()[0]).run(operation)
     locks = [attempt.locks_rows for attempt in operation.attempts]
     assert locks == [False, False, False, False, True, True]
     assert [attempt.is_first for attempt in operation.attempts] == [True] + [False] * 5
@@ -213,7 +213,7 @@ async def test_attempts_trust_no_cache_from_the_second_on_and_lock_rows_after_th
 async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> None:
     operation = Scripted(TamperedError("tampered"))
     with pytest.raises(TamperedError, match="tampered"):
-        await unit_of(one_database()[0]).run(operation)
+        await runner_of(one_database()[0]).run(operation)
     assert (len(operation.attempts), pauses) == (1, [])
 
 
@@ -233,24 +233,24 @@ async def test_data_keys_are_read_with_the_rows_unless_they_are_known(
     knows: bool, reads_keys: bool, source: KeySource
 ) -> None:
     operation = Scripted("done", reads_keys=reads_keys)
-    unit = await unit_that_knows_the_keys() if knows else unit_of(one_database()[0])
-    await unit.run(operation)
+    runner = await runner_that_knows_the_keys() if knows else runner_of(one_database()[0])
+    await runner.run(operation)
     assert operation.sources == [source]
 
 
 async def test_key_that_is_not_known_is_looked_up_once_and_then_missing() -> None:
-    unit = await unit_that_knows_the_keys()
+    runner = await runner_that_knows_the_keys()
     operation = Scripted(UnknownKeyError("no key"), UnknownKeyError("no key"))
     with pytest.raises(UnknownKeyError):
-        await unit.run(operation)
+        await runner.run(operation)
     assert operation.sources == [KeySource.CACHE, KeySource.QUERY]
 
 
 async def test_keys_of_an_attempt_that_succeeded_are_shared_with_later_ones() -> None:
-    unit = unit_of(one_database()[0])
-    await unit.run(Scripted(load_keys))
+    runner = runner_of(one_database()[0])
+    await runner.run(Scripted(load_keys))
     later = Scripted("done")
-    await unit.run(later)
+    await runner.run(later)
     assert later.sources == [KeySource.CACHE]
 
 
@@ -261,10 +261,10 @@ async def test_keys_of_an_attempt_that_failed_are_not_shared(pauses: list[float]
         load_keys(attempt)
         return TamperedError()
 
-    unit = unit_of(one_database()[0])
+    runner = runner_of(one_database()[0])
     with pytest.raises(TamperedError):
-        await unit.run(Scripted(fails))
-    assert not (await unit.key_cache()).knows(WHO.user_tag)
+        await runner.run(Scripted(fails))
+    assert not (await runner.key_cache()).knows(WHO.user_tag)
 
 
 # --- data keys in a key database -----------------------------------------------------------------
@@ -282,7 +282,7 @@ async def test_key_database_is_read_before_the_attempt() -> None:
     rows = stored_keys()
     executors, data, keys = two_databases(keys=[key_rows(rows)])
     operation = Scripted("done")
-    await unit_of(executors).run(operation)
+    await runner_of(executors).run(operation)
     assert operation.sources == [KeySource.KEY_DATABASE]
     assert (data.requests, keys.requests) == ([], ["read data keys of owners"])
     attempt = operation.attempts[0]
@@ -294,14 +294,14 @@ async def test_key_that_the_key_database_lacks_is_looked_up_twice() -> None:
     executors, _, keys = two_databases(keys=[NO_KEYS, NO_KEYS])
     operation = Scripted(UnknownKeyError("no key"), UnknownKeyError("no key"))
     with pytest.raises(UnknownKeyError):
-        await unit_of(executors).run(operation)
+        await runner_of(executors).run(operation)
     assert len(keys.requests) == 2
 
 
 async def test_new_data_key_is_stored_in_the_key_database_before_the_attempt_that_uses_it() -> None:
     executors, data, keys = two_databases(keys=[NO_KEYS, True, NO_KEYS])
     operation = Scripted(NeedsDataKey(WHO.user_tag, 0), "done")
-    assert await unit_of(executors).run(operation) == "done"
+    assert await runner_of(executors).run(operation) == "done"
     read = "read data keys of owners"
     assert (data.requests, keys.requests) == ([], [read, "apply INSERT_KEY", read])
     made = change_in(keys.steps[1], "INSERT_KEY").parameters
@@ -313,7 +313,7 @@ async def test_data_key_that_another_process_stored_first_is_read_instead(
 ) -> None:
     executors, _, keys = two_databases(keys=[NO_KEYS, UniqueViolation(), key_rows(stored_keys())])
     operation = Scripted(NeedsDataKey(WHO.user_tag, 0), "done")
-    assert await unit_of(executors).run(operation) == "done"
+    assert await runner_of(executors).run(operation) == "done"
     assert (len(keys.requests), len(pauses)) == (3, 1)
 
 
@@ -326,9 +326,9 @@ async def test_data_key_that_the_keyring_no_longer_allows_waits_for_the_new_keyr
     empty = key_rows([], newer)
     executors, _, keys = two_databases(keys=[NO_KEYS, False, empty, True, empty])
     operation = Scripted(NeedsDataKey(WHO.user_tag, 0), NeedsDataKey(WHO.user_tag, 0), "done")
-    unit = unit_of(executors, keyrings)
-    assert await unit.run(operation) == "done"
-    assert (await unit.keyring()) is newer
+    runner = runner_of(executors, keyrings)
+    assert await runner.run(operation) == "done"
+    assert (await runner.keyring()) is newer
     guards = [
         change_in(step, "INSERT_KEY").parameters for step in keys.steps if isinstance(step, Apply)
     ]
@@ -357,16 +357,16 @@ async def test_keyring_is_read_even_for_no_owner() -> None:
 
 async def test_keyring_is_opened_once_however_many_tasks_begin() -> None:
     keyrings = KeyringReads()
-    unit = unit_of(one_database()[0], keyrings)
-    await asyncio.gather(*(unit.run(Scripted("done")) for _ in range(5)))
+    runner = runner_of(one_database()[0], keyrings)
+    await asyncio.gather(*(runner.run(Scripted("done")) for _ in range(5)))
     assert keyrings.seen == [None]
 
 
 async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call() -> None:
-    unit = unit_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
+    runner = runner_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
     with pytest.raises(WrongKeyError):
-        await unit.key_cache()
-    assert (await unit.keyring()).row_count == 2
+        await runner.key_cache()
+    assert (await runner.keyring()).row_count == 2
 
 
 async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
@@ -381,7 +381,7 @@ async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stal
 
     operation = Scripted(loads, loads)
     with pytest.raises(UnknownKeyError, match="keyring holds no data master"):
-        await unit_of(one_database()[0]).run(operation)
+        await runner_of(one_database()[0]).run(operation)
     assert len(operation.attempts) == 1
 
 
@@ -396,21 +396,21 @@ async def test_tasks_that_saw_the_same_stale_keyring_read_the_new_one_once() -> 
             await asyncio.sleep(0)  # the others are about to notice, too
         return keyring()
 
-    unit = unit_of(one_database()[0], open_keyring)
-    await unit.key_cache()
-    await asyncio.gather(*map(unit.run, operations))
+    runner = runner_of(one_database()[0], open_keyring)
+    await runner.key_cache()
+    await asyncio.gather(*map(runner.run, operations))
     assert reads == 2
 
 
 async def test_rejected_keyring_is_not_asked_for_by_every_operation() -> None:
     """An attacker who can write must not make each operation call a key service."""
     keyrings = KeyringReads(keyring(), WrongKeyError("a row of the keyring was tampered with"))
-    unit = unit_of(one_database()[0], keyrings)
+    runner = runner_of(one_database()[0], keyrings)
     for _ in range(5):
         with pytest.raises(WrongKeyError, match="tampered"):
-            await unit.run(Scripted(StaleKeyring()))
+            await runner.run(Scripted(StaleKeyring()))
     assert len(keyrings.seen) == 2
-    assert await unit.run(Scripted("done")) == "done"
+    assert await runner.run(Scripted("done")) == "done"
 
 
 @pytest.mark.parametrize(("makes_key", "reads"), [(True, 2), (False, 1)])
@@ -425,7 +425,7 @@ async def test_conflict_of_an_attempt_with_a_new_key_renews_the_keyring(
         return Conflict()
 
     keyrings = KeyringReads(keyring(), keyring())
-    await unit_of(one_database()[0], keyrings).run(Scripted(conflict, "done"))
+    await runner_of(one_database()[0], keyrings).run(Scripted(conflict, "done"))
     assert len(keyrings.seen) == reads
 
 
@@ -433,21 +433,21 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     newer = keyring(MASTER, ANOTHER_MASTER)
     row = StagedKeys(data_keys(newer)).new(WHO.user_tag)
     executors, executor = one_database(key_rows([row], newer), key_rows([row], newer))
-    unit = unit_of(executors, KeyringReads(keyring(), newer))
-    keys = await unit.load_data_keys(WHO.user_tag)
+    runner = runner_of(executors, KeyringReads(keyring(), newer))
+    keys = await runner.load_data_keys(WHO.user_tag)
     assert keys.has_keys(WHO.user_tag)
-    assert (await unit.keyring()) is newer
+    assert (await runner.keyring()) is newer
     # They are read again after the keyring, because both may have changed meanwhile.
     assert executor.requests == ["read data keys of owners"] * 2
 
 
 # --- single statements, identities, the end -------------------------------------------------------
 
-CALLS: dict[str, Callable[[UnitOfWork], object]] = {
-    "read": lambda unit: unit.read(None, {}),  # type: ignore[arg-type]
-    "read of keys": lambda unit: unit.read_keys(None, {}),  # type: ignore[arg-type]
-    "change": lambda unit: unit.change(lambda connection: None),
-    "change of keys": lambda unit: unit.change_keys(lambda connection: None),
+CALLS: dict[str, Callable[[OperationRunner], object]] = {
+    "read": lambda runner: runner.read(None, {}),  # type: ignore[arg-type]
+    "read of keys": lambda runner: runner.read_keys(None, {}),  # type: ignore[arg-type]
+    "change": lambda runner: runner.change(lambda connection: None),
+    "change of keys": lambda runner: runner.change_keys(lambda connection: None),
 }
 
 
@@ -456,31 +456,31 @@ async def test_single_statement_is_repeated_when_its_connection_is_lost(
     pauses: list[float], name: str
 ) -> None:
     executors, executor = one_database(LOST, "rows")
-    assert await CALLS[name](unit_of(executors)) == "rows"  # type: ignore[misc]
+    assert await CALLS[name](runner_of(executors)) == "rows"  # type: ignore[misc]
     assert (executor.answers, pauses) == ([], [0.05])
 
 
 async def test_identity_of_a_stored_session_is_computed_once() -> None:
     stored = Stored()
-    unit = unit_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
-    identity = await unit.identify(*WHO[:3])
-    await unit.run(GetSession(identity, lambda *_: None))
+    runner = runner_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
+    identity = await runner.identify(*WHO[:3])
+    await runner.run(GetSession(identity, lambda *_: None))
     assert identity == WHO
-    assert await unit.identify(*WHO[:3]) is identity
+    assert await runner.identify(*WHO[:3]) is identity
 
 
-async def filled_unit(
+async def filled_runner(
     executors: Executors, keyrings: OpenKeyring, seconds: float = 300.0
-) -> UnitOfWork:
-    """A unit of work that has read a session: its keys, its rows and its ids are cached."""
-    unit = UnitOfWork(executors, backends(), keyrings, cache=Caches(10, 10, seconds=seconds))
-    assert await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
-    return unit
+) -> OperationRunner:
+    """A runner that has read a session: its keys, its rows and its ids are cached."""
+    runner = OperationRunner(executors, backends(), keyrings, cache=Caches(10, 10, seconds=seconds))
+    assert await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: None))
+    return runner
 
 
-async def cache_of(unit: UnitOfWork) -> weakref.ref[object]:
+async def cache_of(runner: OperationRunner) -> weakref.ref[object]:
     reading = Scripted("done")
-    await unit.run(reading)
+    await runner.run(reading)
     return weakref.ref(reading.attempts[0].cache)
 
 
@@ -491,9 +491,9 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
     stored, clock = Stored(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     executors, executor = one_database(*[stored.rows(keys=True)] * 5)
-    unit = await filled_unit(executors, KeyringReads(), 10)
+    runner = await filled_runner(executors, KeyringReads(), 10)
     for clock[0] in (1004.0, 1008.0, 1009.9, 1010.0):
-        await unit.run(GetSession(WHO, lambda *_: None))
+        await runner.run(GetSession(WHO, lambda *_: None))
     assert [request == READ_WITH_KEYS for request in executor.requests] == [
         True, False, False, False, True
     ]  # fmt: skip
@@ -502,10 +502,10 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
 async def test_caches_are_emptied_after_their_time_although_no_operation_follows() -> None:
     stored = Stored()
     executors, _ = one_database(*[stored.rows(keys=True)] * 3)
-    unit = await filled_unit(executors, KeyringReads(), 0.05)
+    runner = await filled_runner(executors, KeyringReads(), 0.05)
     for _ in range(2):  # the timer is started again
-        rows = await cache_of(unit)
-        await unit.run(GetSession(await unit.identify(*WHO[:3]), lambda *_: None))
+        rows = await cache_of(runner)
+        await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: None))
         await asyncio.sleep(0.1)
         gc.collect()
         assert rows() is None
@@ -515,16 +515,16 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
     """Another loop, which has used the service first, has ended before."""
     stored = Stored()
     executors, _ = one_database(*[stored.rows(keys=True)] * 2)
-    units: list[UnitOfWork] = []
+    runners: list[OperationRunner] = []
 
     async def first() -> weakref.ref[asyncio.AbstractEventLoop]:
-        units.append(await filled_unit(executors, KeyringReads(), 0.3))
+        runners.append(await filled_runner(executors, KeyringReads(), 0.3))
         return weakref.ref(asyncio.get_running_loop())
 
     ended = await asyncio.to_thread(lambda: asyncio.run(first()))
     gc.collect()
     assert ended() is None, "a timer keeps its loop"
-    rows = await cache_of(units[0])
+    rows = await cache_of(runners[0])
     await asyncio.sleep(0.4)
     gc.collect()
     assert rows() is None
@@ -533,57 +533,57 @@ async def test_caches_are_emptied_by_the_loop_that_still_runs() -> None:
 async def test_one_timer_runs_which_keeps_no_unit_and_ends_with_close() -> None:
     stored, loop = Stored(), asyncio.get_running_loop()
     executors, _ = one_database(*[stored.rows(keys=True)] * 2)
-    unit = await filled_unit(executors, KeyringReads(), 300)
+    runner = await filled_runner(executors, KeyringReads(), 300)
     waiting: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
     assert sum(not timer.cancelled() for timer in waiting) == 1
     for _ in range(100):
-        await unit.identify(*WHO[:3])
-        unit.empty_caches()
+        await runner.identify(*WHO[:3])
+        runner.empty_caches()
     assert sum(not timer.cancelled() for timer in waiting) == 1
-    await unit.close()
+    await runner.close()
     assert sum(not timer.cancelled() for timer in waiting) == 0
     variable = ContextVar[object]("variable")
     kept = Scripted("done")
     variable.set(kept)
-    unit = await filled_unit(executors, KeyringReads(), 300)
+    runner = await filled_runner(executors, KeyringReads(), 300)
     variable.set(None)
-    dropped, of_call = weakref.ref(unit), weakref.ref(kept)
+    dropped, of_call = weakref.ref(runner), weakref.ref(kept)
     del kept
-    del unit
+    del runner
     gc.collect()
     assert (dropped(), of_call()) == (None, None)
 
 
 async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings() -> None:
     stored = Stored()
-    units, opened = [], []
+    runners, opened = [], []
     for _ in range(3):
         executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
         keyrings = KeyringReads()
-        units.append((await filled_unit(executors, keyrings), executor, keyrings))
-        opened.append(await units[-1][0].key_cache())
-    never_opened = unit_of(one_database()[0])
+        runners.append((await filled_runner(executors, keyrings), executor, keyrings))
+        opened.append(await runners[-1][0].key_cache())
+    never_opened = runner_of(one_database()[0])
     empty_caches()
-    for (unit, executor, keyrings), before in zip(units, opened, strict=True):
-        after = await unit.key_cache()
+    for (runner, executor, keyrings), before in zip(runners, opened, strict=True):
+        after = await runner.key_cache()
         assert not after.knows(WHO.user_tag)
         assert after.keyring is before.keyring
-        identity = await unit.identify(*WHO[:3])
-        assert await unit.run(GetSession(identity, lambda *_: None))
+        identity = await runner.identify(*WHO[:3])
+        assert await runner.run(GetSession(identity, lambda *_: None))
         assert executor.requests == [READ_WITH_KEYS] * 2
         assert keyrings.seen == [None]
     assert (await never_opened.keyring()).row_count == 2
 
 
 async def test_operation_that_runs_while_the_caches_are_emptied_fills_none() -> None:
-    unit = await unit_that_knows_the_keys()
+    runner = await runner_that_knows_the_keys()
 
     def empties(attempt: Attempt) -> str:
         empty_caches()
         return load_keys(attempt)
 
-    await unit.run(Scripted(empties, reads_keys=True))
-    assert not (await unit.key_cache()).knows(WHO.user_tag)
+    await runner.run(Scripted(empties, reads_keys=True))
+    assert not (await runner.key_cache()).knows(WHO.user_tag)
 
 
 def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
@@ -593,7 +593,7 @@ def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
 
     def create() -> None:
         while not done.is_set():
-            kept = [unit_of(executors) for _ in range(1000)]
+            kept = [runner_of(executors) for _ in range(1000)]
             del kept
 
     sys.setswitchinterval(1e-6)
@@ -620,9 +620,11 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
         rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},
     )
     keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
-    unit = UnitOfWork(one_database()[0], backends(), keyrings, cache=CACHES, keyring_pause=0.1)
-    await unit.run(Scripted(StaleKeyring(), "done"))
-    assert (await unit.keyring()) is waiting
+    runner = OperationRunner(
+        one_database()[0], backends(), keyrings, cache=CACHES, keyring_pause=0.1
+    )
+    await runner.run(Scripted(StaleKeyring(), "done"))
+    assert (await runner.keyring()) is waiting
     stored = [*fingerprints(first), MasterFingerprint(77, 0, b"")]
 
     def reads_keys(attempt: Attempt) -> str:
@@ -630,18 +632,18 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
         return "done"
 
     for _ in range(3):
-        await unit.run(Scripted(reads_keys, reads_keys=True))
+        await runner.run(Scripted(reads_keys, reads_keys=True))
     assert len(keyrings.seen) == 2, "not before the pause is over"
     await asyncio.sleep(0.1)
     await asyncio.gather(
-        *(unit.run(Scripted(reads_keys, reads_keys, reads_keys=True)) for _ in range(5))
+        *(runner.run(Scripted(reads_keys, reads_keys, reads_keys=True)) for _ in range(5))
     )
     assert len(keyrings.seen) == 3
     await asyncio.sleep(0.1)
     for _ in range(3):
-        await unit.run(Scripted(reads_keys, reads_keys, reads_keys=True))
+        await runner.run(Scripted(reads_keys, reads_keys, reads_keys=True))
     assert len(keyrings.seen) == 4
-    assert not (await unit.keyring()).pending
+    assert not (await runner.keyring()).pending
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -654,15 +656,15 @@ async def test_nothing_is_kept_after_close(rejected: bool) -> None:
             raise WrongKeyError("tampered")
         return keyring()
 
-    unit = await filled_unit(executors, open_keyring)
+    runner = await filled_runner(executors, open_keyring)
     operation = Scripted("done", StaleKeyring())
-    await unit.run(operation)
+    await runner.run(operation)
     if rejected:
         with pytest.raises(WrongKeyError):
-            await unit.run(operation)
+            await runner.run(operation)
     rows = weakref.ref(operation.attempts[0].cache)
-    keys = weakref.ref(await unit.key_cache())
-    await unit.close()
+    keys = weakref.ref(await runner.key_cache())
+    await runner.close()
     del stored, operation
     gc.collect()
     assert (keys(), rows()) == (None, None)

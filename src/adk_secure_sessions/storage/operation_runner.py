@@ -1,7 +1,7 @@
-"""The unit of work: repeats an operation until it has all its keys and meets no conflict.
+"""The runner repeats an operation until it has all its keys and meets no conflict.
 
-A unit of work owns the executors, the unwrapped keys and the caches of rows and events.  It repeats
-attempts by these rules, whose limits and pauses are in `db.protocol.Retries`:
+It owns the executors, the unwrapped keys and the caches of rows and events.  It repeats attempts by
+these rules, whose limits and pauses are in `db.protocol.Retries`:
 
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
@@ -307,11 +307,11 @@ class NeedsDataKey(Exception):
         self.not_before = not_before
 
 
-# --- the unit of work -----------------------------------------------------------------------------
+# --- the runner -----------------------------------------------------------------------------------
 
 
 class StorageOperation(Protocol[T_co]):
-    """A read or write of the rows of *identity*, for `UnitOfWork.run`."""
+    """A read or write of the rows of *identity*, for `OperationRunner.run`."""
 
     @property
     def identity(self) -> Identity: ...
@@ -326,36 +326,36 @@ class StorageOperation(Protocol[T_co]):
 
 
 class _OpenState(NamedTuple):
-    """The keys of the database, and the caches of a unit of work, which are emptied at the time
+    """The keys of the database, and the caches of a runner, which are emptied at the time
     *expires* (monotonic seconds).
     """
 
     key_cache: KeyCache
     row_cache: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
-    objects: dict[object, Any]  # see `UnitOfWork.cached_object`
+    objects: dict[object, Any]  # see `OperationRunner.cached_object`
     expires: float
     # The timers that empty the caches.  A strong reference would keep the event loop in memory.
     timers: "WeakKeyDictionary[asyncio.AbstractEventLoop, ref[asyncio.TimerHandle]]"
 
 
-# The keys are all units of work in this process.  No lock is needed, which a forked process could
+# The keys are all runners in this process.  No lock is needed, which a forked process could
 # inherit locked: adding a key and listing all of them are atomic.
-_units: "WeakKeyDictionary[UnitOfWork, None]" = WeakKeyDictionary()
+_runners: "WeakKeyDictionary[OperationRunner, None]" = WeakKeyDictionary()
 
 
 def empty_caches() -> None:
-    """Empty the caches of all units of work in this process: data keys, decrypted rows and ids.
+    """Empty the caches of all runners in this process: data keys, decrypted rows and ids.
 
     Call it after erasing a user: otherwise, a cached data key would decrypt rows of the user that
     an attacker inserts again.
     """
-    for reference in _units.keyrefs():
-        if (unit := reference()) is not None:
-            unit.empty_caches()
+    for reference in _runners.keyrefs():
+        if (runner := reference()) is not None:
+            runner.empty_caches()
 
 
-class UnitOfWork:
+class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
     *backends* is None if only the methods `read`, `read_keys`, `change` and `change_keys` are used.
@@ -387,7 +387,7 @@ class UnitOfWork:
         # `reread_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
         self._retry_at = 0.0
-        _units[self] = None
+        _runners[self] = None
 
     @property
     def backends(self) -> Backends:
