@@ -230,6 +230,19 @@ async def test_expired_session_that_is_deleted_has_a_record_of_its_own(url: sa.U
     assert ada[1:3] == expired[1:3]
 
 
+async def test_expired_session_that_is_replaced_has_a_record_of_its_own(
+    url: sa.URL, heads: Callable[[], list[str]]
+) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS, expires_after=timedelta(seconds=1))
+        await asyncio.sleep(1.1)
+        await service.create_session(**IDS)
+    records = await trail(url, "session.create", "session.expire")
+    expected = [("session.create", "create"), ("session.expire", "delete")]
+    assert [(one["event"], one["change"]) for one in records[:2]] == expected
+    assert any("session.expire" in line for line in heads())
+
+
 async def test_expired_session_that_a_fallback_deletes_has_a_record_of_its_own(
     url: sa.URL, tmp_path: Path
 ) -> None:

@@ -277,14 +277,18 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 if self._lifetime is not None:
                     await self._expiry.delete_some(self._delete_expired)
                 return _session(app_name, created)
-            if not may_have_expired or not await self._expiry.delete_if_expired(identity):
+            if not may_have_expired or not await self._delete_expired(
+                app_name, user_id, session_id
+            ):
                 raise AlreadyExistsError("A session with this id already exists.")
 
     @accessed("session.expire")
-    async def _delete_expired(self, app_name: str, user_id: str, session_id: str) -> None:
-        """Delete an expired session of any user, with an audit record of its own."""
+    async def _delete_expired(self, app_name: str, user_id: str, session_id: str) -> bool:
+        """Delete a session of any user if it has expired, with an audit record of its own; return
+        False if it has not.
+        """
         identity = await self._runner.identify(app_name, user_id, session_id)
-        await self._expiry.delete_if_expired(identity)
+        return await self._expiry.delete_if_expired(identity)
 
     @accessed("session.read")
     async def get_session(

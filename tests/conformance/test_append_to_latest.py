@@ -79,6 +79,26 @@ async def test_event_whose_answer_was_lost_is_stored_once(url: sa.URL, is_stored
         assert len(ids(await reload(service, latest))) == 2
 
 
+async def test_new_session_whose_answer_was_lost_is_stale_if_others_have_appended(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path}/s.db"
+    service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
+
+    async def append() -> None:
+        async with EncryptedSessionService(url, BACKEND) as other:
+            stored = await other.get_session(**WHO)
+            assert stored
+            await other.append_event(stored, event("other"))
+
+    async with service:
+        faults.data.after(Point.WRITE, append)
+        faults.data.after(Point.WRITE, lost())
+        session = await service.create_session(**WHO)
+        with pytest.raises(StaleSessionError):
+            await service.append_event(session, event("late"))
+
+
 async def test_call_that_failed_can_be_repeated(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/s.db"
     service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))

@@ -362,6 +362,21 @@ async def test_keyring_is_opened_once_however_many_tasks_begin() -> None:
     assert keyrings.seen == [None]
 
 
+async def test_keyring_that_another_event_loop_opens_meanwhile_is_kept() -> None:
+    """It may be marked with an indexed state key already."""
+    kept: list[Keyring] = []
+
+    async def open_keyring(known: Keyring | None) -> Keyring:
+        if not kept:
+            kept.append(keyring())
+            await asyncio.to_thread(asyncio.run, runner.keyring())
+            return keyring()
+        return kept[0]
+
+    runner = runner_of(one_database()[0], open_keyring)
+    assert await runner.keyring() is kept[0]
+
+
 async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call() -> None:
     runner = runner_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
     with pytest.raises(WrongKeyError):

@@ -289,8 +289,10 @@ class Attempt(NamedTuple):
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
         cache, identity = self.cache, self.identity
-        if cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag):
-            cache.found_erased_user = True
+        cached = cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag)
+        if cached and cached.sequence > self.sequence_at_start:
+            return  # another task has stored the user after this attempt had read
+        cache.found_erased_user |= cached is not None
         self.keys.forget(identity.user_tag)
         cache.users.drop(identity.user_tag)
         cache.forget_session(identity.session_tag)
@@ -667,7 +669,9 @@ class OperationRunner:
                     raise
                 audit.record_opened(keyring.database_id, None)
                 self._rejected = None
-                self._opened = self._with_empty_caches(keyring)
+                # Another event loop may have opened the database meanwhile, and marked its keyring
+                # with an indexed state key.
+                self._opened = self._opened or self._with_empty_caches(keyring)
             self._start_timer(self._opened)
             return self._opened
 

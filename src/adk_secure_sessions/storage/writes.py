@@ -352,8 +352,8 @@ class CreateSession(Write[SessionWithStates]):
             raise DuplicateSession(may_have_expired=rows.session.expires_at != NEVER)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
-        if stored and user and app:
-            return SessionWithStates(stored, user.user_id, app.state, user.state)
+        if stored and user and app:  # others may have changed it since
+            return SessionWithStates(self._sent[stored.row.id], user.user_id, app.state, user.state)
         app = owners.ensure_app(app, self.app_delta)
         changed = owners.ensure_user(user, app.row.id, self.user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
@@ -385,7 +385,7 @@ class CreateSession(Write[SessionWithStates]):
             self.expires_at, b"",
         )  # fmt: skip
         new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self.state))
-        self._sent[row.id] = None  # then the session is no duplicate; others may have changed it
+        self._sent[row.id] = new.session
         return new.session, new.inserts(attempt)
 
 
