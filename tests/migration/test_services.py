@@ -31,7 +31,8 @@ from tests.migration.adk_sources import (
     setting,
     states_of,
 )
-from tests.migration.support import database
+from tests.migration.memory_source import APP, MemorySource
+from tests.migration.support import copy, database, numbers
 
 # google-adk itself calls a deprecated method when it makes an AuthConfig.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -183,6 +184,25 @@ async def test_session_that_was_deleted_meanwhile_is_omitted() -> None:
     sessions = await listed(source)
     await service.delete_session(app_name="app", user_id="user", session_id="a")
     assert [one.session_id for one in await source.read(sessions)] == ["b"]
+
+
+class DeletesWhatWasRead(InMemorySessionService):
+    async def get_session(self, **given: Any) -> Session | None:
+        session = await super().get_session(**given)
+        await self.delete_session(
+            **{name: given[name] for name in ("app_name", "user_id", "session_id")}
+        )
+        return session
+
+
+async def test_comparison_reads_a_session_that_differs_again(file_url: str) -> None:
+    source, service = MemorySource(), DeletesWhatWasRead()
+    source.put("ada", "s", events=1)
+    await copy(source, file_url)
+    await fill(service, [said()], app_name=APP, user_id="ada", session_id="s")
+    async with database(file_url) as db:
+        done = await compare(ServiceSource(service, [APP]), db)
+    assert numbers(done) == {}, "the source no longer has it"
 
 
 async def test_run_after_one_that_stopped_copies_only_what_is_selected(tmp_path: Path) -> None:

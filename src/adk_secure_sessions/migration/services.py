@@ -81,8 +81,8 @@ class ServiceSource(Source):
         self._app_names = sorted(set(app_names))
         self._user_ids = user_ids or {}
         self._compares_events = compares_events
-        # The contents of the batch that `sessions` yielded last, so that `read` need not read them
-        # again.  Empty if `compares_events` is False.
+        # The contents of the batch that `sessions` yielded last, so that the first `read` need not
+        # read them again.  Empty if `compares_events` is False.
         self._contents: dict[SourceSession, _Content] = {}
 
     @property
@@ -108,9 +108,8 @@ class ServiceSource(Source):
         self._contents = {}
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
-        known = self._contents
-        contents = {session: known[session] for session in sessions if session in known}
-        return contents | await self._read([one for one in sessions if one not in known])
+        known = {one: self._contents.pop(one) for one in sessions if one in self._contents}
+        return known | await self._read([one for one in sessions if one not in known])
 
     async def _read(
         self, listed: Sequence[SourceSession], *, counts_events: bool = False
