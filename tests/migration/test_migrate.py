@@ -247,7 +247,7 @@ async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str
     assert {one.session_id for one in done.findings} == {"s1", "s2"}
     assert not done.succeeded
     dry = await copy(source, url, dry_run=True, delete_gone=True)
-    assert (dry.gone, dry.deleted_gone) == (2, False)
+    assert (dry.gone, dry.deleted_gone, dry.succeeded) == (2, True, True)
     done = await copy(source, url, delete_gone=True)
     assert (done.gone, done.deleted_gone, done.succeeded) == (2, True, True)
     assert await stored(url, "ada", "s0") is not None

@@ -205,7 +205,8 @@ def copy_notes(result: "migration.Migration", dry_run: bool) -> Iterator[str]:
         speed = result.events / max(result.seconds, 1e-9)
         yield f"in {result.seconds:.1f} s ({speed:,.0f} events/s)"
     if result.gone and result.deleted_gone:
-        yield "the sessions that are no longer in the source were deleted in the target"
+        were = "would be" if dry_run else "were"
+        yield f"the sessions that are no longer in the source {were} deleted in the target"
     if result.has_others:
         yield "the source also has artifacts or memories of users, which are not copied"
     if result.stopped:

@@ -69,7 +69,8 @@ class Migration(Result):
             in the source cannot be decrypted.
         behind: How many sessions were created or changed in the source while this run copied it:
             the next run copies them.  0 if the run stopped.
-        deleted_gone: Whether the sessions in `gone` were deleted in the target.
+        deleted_gone: Whether the sessions in `gone` were or, in a dry run, would be deleted in the
+            target.
         has_others: Whether an encrypted source has artifacts or memory.  They are not copied.
         stopped: Whether the run stopped at a session or state that could not be read.
         findings: The first 1000 sessions and states that are bad, gone or in conflict.
@@ -155,7 +156,7 @@ async def migrate(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit --delete-gone (delete_gone)"
         )
-    result = Migration(deleted_gone=delete_gone and not dry_run)
+    result = Migration(deleted_gone=delete_gone)
     run = _MigrationRun(
         result,
         Walk(source, db, index, selection, _READ_STATUSES),
