@@ -30,7 +30,14 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration import AdkTarget, Export, export_lines, export_to_adk
+from adk_secure_sessions.migration import (
+    AdkTables,
+    AdkTarget,
+    Export,
+    Selection,
+    export_lines,
+    export_to_adk,
+)
 from tests.attacks import needles
 from tests.cli.support import run
 from tests.conformance.samples import CORPUS
@@ -234,6 +241,22 @@ async def test_only_the_given_app_or_user_is_exported(file_url: str, tmp_path: P
                 for name, columns in rows.items()
             ]
         assert found == list(wanted.values())[number]
+
+
+async def test_app_with_another_spelling_is_another_app(file_url: str, mariadb: Server) -> None:
+    """The collation of MariaDB ignores case and spaces at the end."""
+    with mariadb.database() as url:
+        target = url.set(drivername="mysql+asyncmy").render_as_string(hide_password=False)
+        async with EncryptedSessionService(file_url, BACKEND) as of:
+            for number, app_name in enumerate(("grün ", "GRÜN", "grün")):
+                await of.create_session(app_name=app_name, user_id="ada", session_id=f"{number}")
+                done = await export(file_url, target, app_name=app_name, verify=True)
+                assert (done.sessions, done.verified, done.extra, done.succeeded) == (1, 1, 0, True)
+        async with AdkTables(target) as source:
+            selection = Selection("GRÜN")
+            assert await source.count(selection) == 1
+            listed = [one.ids async for batch in source.sessions(selection) for one in batch]
+            assert listed == [("GRÜN", "ada", "1")]
 
 
 async def test_expired_sessions_are_not_exported(file_url: str, adk_file: str) -> None:

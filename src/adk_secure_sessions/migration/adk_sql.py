@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.dialects.mysql import CHAR
 
 from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.db.dialects import dialect_of
@@ -55,6 +56,7 @@ class Kind(StrEnum):
     PACKAGE_1X = "a database of adk-secure-sessions 1.x"
 
 
+_MYSQL = ("mysql", "mariadb")
 _ADK_KINDS = (Kind.ADK_V1, Kind.ADK_V0, Kind.ADK_SQLITE)
 
 
@@ -126,7 +128,7 @@ class AdkQueries:
             )
         self.kind: Kind = own_kinds[0]
         self.dialect: str = connection.dialect.name
-        self._is_mysql = self.dialect in ("mysql", "mariadb")
+        self._is_mysql = self.dialect in _MYSQL
         self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self.dialect)
         self._events_zone: tzinfo = UTC
         if time_zone is not None:
@@ -164,7 +166,11 @@ class AdkQueries:
 
     def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._since(selection.since)]
-        return _of_app(_s, selection) + since
+        return self._of_app(_s, selection) + since
+
+    def _of_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
+        name = selection.app_name
+        return [] if name is None else [is_name(self.dialect, table.c.app_name, name)]
 
     def count(self, connection: sa.Connection, selection: Selection) -> int:
         sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(selection))
@@ -271,13 +277,12 @@ class AdkQueries:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         if not can_store(self.dialect, *key):
             return [], None
-        named = [column == name for column, name in zip(_SESSION_KEY, key, strict=False)]
+        pairs = zip(_SESSION_KEY, key, strict=False)
+        named = [is_name(self.dialect, column, name) for column, name in pairs]
         sessions, position = self._sessions(
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
-        # MySQL may find rows whose keys differ from *key*, for example in case.
-        rows = [(session, row) for session, row, _ in sessions if session[: len(key)] == tuple(key)]
-        return rows, position
+        return [(session, row) for session, row, _ in sessions], position
 
     def state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
@@ -338,7 +343,7 @@ class AdkQueries:
         after: RowKey | None,
     ) -> AdkPage[tuple[RowKey, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
-        key, of_app = tuple(table.primary_key), _of_app(table, selection)
+        key, of_app = tuple(table.primary_key), self._of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATE_PAGE)
         rows = connection.execute(query).all()
@@ -362,7 +367,7 @@ class AdkQueries:
             .where(sa.or_(*(sa.func.hex(column) != sa.func.hex(other) for column, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        rows = connection.execute(query.where(*_of_app(_s, selection)))
+        rows = connection.execute(query.where(*self._of_app(_s, selection)))
         return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
 
     def _check_names(self, connection: sa.Connection) -> None:
@@ -453,8 +458,14 @@ class AdkQueries:
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
-def _of_app(table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
-    return [] if selection.app_name is None else [table.c.app_name == selection.app_name]
+def is_name(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.ColumnElement[bool]:
+    """Return the condition that *column* is *name*, also if its collation ignores differences."""
+    is_equal = column == name
+    if dialect not in _MYSQL:
+        return is_equal
+    # An index is used for the first condition.  The column may have another character set.
+    text = sa.cast(column, CHAR(charset="utf8mb4"))
+    return sa.and_(is_equal, sa.cast(text, sa.LargeBinary) == name.encode())
 
 
 def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:

@@ -33,7 +33,7 @@ from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
-from adk_secure_sessions.migration.adk_sql import Kind, can_store, kinds_in
+from adk_secure_sessions.migration.adk_sql import SESSIONS, Kind, can_store, is_name, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import (
@@ -181,12 +181,12 @@ class AdkTarget(ClosedByWith):
         return None if is_same else _STATE
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
-        given = {"app_name": app_name, "user_id": user_id}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not can_store(self._dialect, *filter(None, given.values())):
+        given = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))
+        named = [(column, name) for column, name in given if name is not None]
+        if not can_store(self._dialect, *(name for _, name in named)):
             return 0
-        query = sa.select(sa.func.count()).select_from(v1.StorageSession.__table__)
-        query = query.filter_by(**given)
+        query = sa.select(sa.func.count()).select_from(SESSIONS)
+        query = query.where(*(is_name(self._dialect, *pair) for pair in named))
         return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
 
     # --- conversion ------------------------------------------------------------------------------
