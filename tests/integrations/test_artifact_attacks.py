@@ -293,3 +293,16 @@ async def test_old_blob_in_the_place_of_the_reencrypted_one_is_rejected(
     unmarked(blobs)[-1].write_bytes(old)
     with pytest.raises(TamperedError):
         await load(url, blobs)
+
+
+async def test_artifacts_that_claim_2_to_the_63_items_do_not_stop_a_rotation(
+    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path
+) -> None:
+    for name in ("second", "third", "fourth"):
+        await service.save_artifact(**HERE | {"filename": name}, artifact=part("0"))
+    tampered = "(SELECT id FROM secure_sessions WHERE base_revision = -2 ORDER BY id LIMIT 2)"
+    run_sql(place, f"UPDATE secure_sessions SET revision = {2**63 - 1} WHERE id IN {tampered}")
+    async with Database(url, BACKEND) as db:
+        done = await rotate_data_and_blobs(db, blobs)
+    assert {problem.table for problem in done.problems} == {"secure_sessions"}
+    assert done.blobs >= 2

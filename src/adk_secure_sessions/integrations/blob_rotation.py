@@ -27,6 +27,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
+from adk_secure_sessions.maintenance.counts import count_items
 from adk_secure_sessions.maintenance.decrypted_rows import SessionIds
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
@@ -90,7 +91,7 @@ class _BlobRotationRun(DataRotationRun):
         self._place = place
 
     async def _check_and_count_rows(self) -> int:
-        return await super()._check_and_count_rows() + await self._collections.count_items()
+        return await super()._check_and_count_rows() + await count_items(self._db)
 
     async def _after_passes(self) -> None:
         self._problems.suppress_counted()

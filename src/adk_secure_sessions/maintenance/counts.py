@@ -27,6 +27,7 @@ from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
+    IS_COLLECTION,
     SEALED,
     SealedColumn,
     apps,
@@ -78,11 +79,17 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     for table in tables:
         query = _SUM_OF_REVISIONS if table is events else number_of(table)
         ((count,),) = await db.reader_of(table)(query, {})
-        total += plausible(count)
+        total += clamped_sum(count)
     return total
 
 
-def plausible(number: Any) -> int:
+async def count_items(db: Database) -> int:
+    """Return the number of items of all collections, which is the sum of their revisions."""
+    ((items,),) = await db.runner.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
+    return clamped_sum(items)
+
+
+def clamped_sum(number: Any) -> int:
     """Convert *number*, the result of a SUM, to an integer from 0 to 10**15.
 
     If the values were tampered with, they may be negative, or their sum may be infinite.

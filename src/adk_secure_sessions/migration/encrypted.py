@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_event
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.maintenance.counts import number_of, plausible
+from adk_secure_sessions.maintenance.counts import clamped_sum, number_of
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
     SessionIds,
@@ -148,7 +148,7 @@ class EncryptedSource(Source):
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
             for row, size in await span.read(self._db.runner.read, query, key):
-                sizes[row] += plausible(size)
+                sizes[row] += clamped_sum(size)
         return sizes
 
 

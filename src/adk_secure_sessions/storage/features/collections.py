@@ -15,7 +15,6 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
-    IS_COLLECTION,
     Identity,
     SessionVersion,
     StoredSession,
@@ -47,8 +46,6 @@ MAX_NAME_BYTES = 16 * 1024
 # statement, which contains one INSERT for each item.
 _ROWS_AT_ONCE = 16
 _BY_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))
-# The revision of a collection is the number of its items.
-_ITEMS = sa.select(sa.func.sum(sessions.c.revision)).where(IS_COLLECTION)
 
 
 class Collection(NamedTuple):
@@ -93,12 +90,6 @@ class Collections:
     async def is_stored(self, row: int) -> bool:
         """Return whether there is a collection or a session with this row id."""
         return bool(await self._runner.read(_BY_ROW, {"row": row}))
-
-    async def count_items(self) -> int:
-        """Return the number of items of all collections, without authenticating it."""
-        ((items,),) = await self._runner.read(_ITEMS, {})
-        # If revisions were tampered with, they may be negative, or their sum may be infinite.
-        return int(min(max(items or 0, 0), 2**62))
 
     async def cache(self, key: object, make: Callable[[], T]) -> T:
         """See `OperationRunner.cached_object`."""
