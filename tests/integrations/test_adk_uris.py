@@ -476,6 +476,8 @@ def test_guarded_registry_leaves_what_is_allowed_to_google_adk(registry: Any) ->
         ),
         ([".", "--service_uri", SQLITE], "the URI has no key"),
         ([".", "--service_uri", f"{SQLITE}?key={KEY}"], "never the key itself"),
+        ([".", "--service_uri", f"encrypted+mysql://u:{KEY}[@h/d?key=env:K"], "cannot be parsed"),
+        ([".", "--service_uri", f"encrypted+mysql://u:{KEY}\u2100@h/d?key=env:K"], "be parsed"),
     ],
 )
 @pytest.mark.usefixtures("services", "registry")

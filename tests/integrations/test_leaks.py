@@ -531,10 +531,18 @@ def test_doctor_says_what_each_service_would_store(
     assert {path.name for path in agents.parent.iterdir()} <= {"agents", "blobs"}, "no database"
 
 
-def test_doctor_rejects_a_uri_that_cannot_be_used(agents: Path) -> None:
-    said = run("adk", "doctor", str(agents), "--service_uri", "encrypted+sqlite:///x.db")
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("encrypted+sqlite:///x.db", "the URI has no key"),
+        ("encrypted+mysql://u:needle\u2100@h/d?key=env:K", "the URI of --session_service_uri"),
+    ],
+)
+def test_doctor_rejects_a_uri_that_cannot_be_used(agents: Path, uri: str, reason: str) -> None:
+    said = run("adk", "doctor", str(agents), "--service_uri", uri)
     assert said.code == 2
-    assert said.stderr.splitlines()[-1].startswith("Error: the URI has no key")
+    assert said.stderr.splitlines()[-1].startswith(f"Error: {reason}")
+    assert "needle" not in said.stderr
 
 
 def test_doctor_rejects_a_name_that_is_no_place(agents: Path) -> None:

@@ -73,7 +73,7 @@ def plaintext_stores(
     for kind in SERVICES if not arguments.get("in_memory") else ():
         uri = uri_of(kind, arguments)
         option = f"--{URI_ARGUMENTS[kind][0]}"
-        scheme = urlsplit(uri).scheme if uri is not None else None
+        scheme = _scheme_of(uri, option) if uri is not None else None
         if scheme is None and kind != "memory":  # without a URI, memories are not stored
             found[kind] = f"no {option}, so in .adk"
         elif uri is not None and scheme in adk.SCHEMES:
@@ -82,6 +82,16 @@ def plaintext_stores(
         elif scheme in _PLAINTEXT_SCHEMES:
             found[kind] = f"{option} {scheme}://..."
     return found
+
+
+def _scheme_of(uri: str, option: str) -> str:
+    try:
+        return urlsplit(uri).scheme
+    except ValueError:  # its text may quote the password
+        pass
+    raise ConfigurationError(
+        f"the URI of {option} cannot be parsed: write special characters, such as [, as %5B"
+    )
 
 
 def refusal(found: Mapping[str, str]) -> str:
@@ -156,7 +166,7 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
 
 def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
     """Return what the service that *create* makes for *uri* stores, and where."""
-    scheme = urlsplit(uri).scheme
+    scheme, _, _ = uri.partition("://")
     try:
         with adk.describing():
             service = create(uri)
