@@ -657,9 +657,14 @@ def test_unknown_option_is_rejected(options: dict[str, Any]) -> None:
     assert_says_nothing(info.value)
 
 
-def test_directory_has_no_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has no options"):
-        ArtifactStore(tmp_path, options={"region": "x"}).blobs(PREFIX)
+def test_directory_and_store_of_obstore_take_no_options(tmp_path: Path) -> None:
+    from obstore.store import MemoryStore
+
+    options = {"options": {"region": "x"}}
+    given: list[tuple[Any, dict[str, Any]]] = [(tmp_path, options), (MemoryStore(), options)]
+    for store, more in [*given, (MemoryStore(), {"allow_http": True})]:
+        with pytest.raises(ConfigurationError, match="options"):
+            ArtifactStore(store, **more)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "memory"])

@@ -52,7 +52,7 @@ class ArtifactStore(HoldsSecrets):
         store: A path or `file:///DIRECTORY`, which is created if it is missing;
             `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or `memory://`; or a
             store of the library `obstore`.
-        options: Arguments for the store's class in `obstore`, such as `endpoint`, `region`,
+        options: For a URL: arguments of the class in `obstore`, such as `endpoint`, `region`,
             `access_key_id` and `secret_access_key` for S3.  Options that are not given come from
             the environment (`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID`, ...).
         allow_http: Whether the URL of an endpoint on another machine may begin with `http://`.
@@ -87,6 +87,10 @@ class ArtifactStore(HoldsSecrets):
             elif options:
                 raise ConfigurationError("a directory of artifacts has no options")
             return
+        if options or allow_http:
+            raise ConfigurationError(
+                "a store of obstore has its options already: pass them to its own class"
+            )
         require("artifacts", "obstore", user="this store")
         from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
