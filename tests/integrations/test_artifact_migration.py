@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from adk_secure_sessions.integrations.artifact_sources import (
     FileArtifacts,
     GcsArtifacts,
     ServiceArtifacts,
+    SourceArtifact,
 )
 from adk_secure_sessions.maintenance import Database, erase_user
 from tests.integrations.blob_files import contents
@@ -133,6 +135,29 @@ async def test_copy_goes_on_where_it_ended_and_keeps_what_services_saved(
 
 
 SESSIONS = [("clinic", "ada", "s1"), ("clinic", "ada", "s2"), ("clinic", "nobody", "s3")]
+
+
+async def test_artifact_that_two_runs_copy_counts_as_copied_in_both(
+    root: Path, file_url: str, store: Path
+) -> None:
+    class Overtaken(FileArtifacts):
+        """Another run copies the last version of an artifact while the first run reads it."""
+
+        async def artifacts(self) -> AsyncIterator[SourceArtifact]:
+            found = [one async for one in super().artifacts() if len(one.versions) == 2]
+            for one in found:
+                first, last = one.versions
+                yield replace(one, versions=[first, replace(last, open=copied_by_the_other_run)])
+
+    def copied_by_the_other_run() -> io.BytesIO:
+        other.append(asyncio.run(migrate(root, file_url, store, "copy")))
+        return io.BytesIO()
+
+    other: list[ArtifactMigration] = []
+    async with Database(file_url, BACKEND) as db:
+        done = await migrate_artifacts(Overtaken(root), db, store, "copy")
+    assert (done.copied, done.versions, done.equal) == (1, 1, 0)
+    assert (other[0].copied, other[0].versions, other[0].equal) == (3, 3, 0)
 
 
 async def test_artifacts_of_another_service_are_copied_for_the_sessions_that_are_given(

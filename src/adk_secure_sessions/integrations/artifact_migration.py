@@ -54,7 +54,7 @@ class ArtifactMigration(Result):
     """The result of `migrate_artifacts`; after a dry run, the expected result.
 
     Attributes:
-        copied: How many artifacts were copied, or got versions.
+        copied: How many artifacts were copied, or were completed with further versions.
         versions: How many versions were copied.
         size: How many bytes were copied.
         equal: How many artifacts have the same versions on both sides.  `copy` compares all but the
@@ -215,8 +215,9 @@ class _ArtifactRun:
                 try:
                     await add_version(*places, address, values, pieces, version.number)
                 except VersionExists:  # a service, or another run, has saved it meanwhile
-                    self.is_new = False
-                    return await self._visit(one)
+                    counter, reason = await self._visit(one)
+                    is_copied = counter == "equal" and version is not new[0]
+                    return "copied" if is_copied else counter, reason
             self.result.versions += 1
             self.result.size += version.size
         return ("copied" if new else "equal"), ""
