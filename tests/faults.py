@@ -51,9 +51,9 @@ class Point(Enum):
 
     READ = "a query, by itself or of a transaction"
     APPLY = "the changes of one Apply of a transaction"
-    WORK = "the function given to `run`, inside its transaction"
+    WORK = "the function given to `run_sync`, inside its transaction"
     WRITE = "a whole write: before it begins, after it is committed"
-    RUN = "a whole `run`: before it begins, after it is committed"
+    RUN = "a whole `run_sync`: before it begins, after it is committed"
 
 
 @dataclass
@@ -154,7 +154,7 @@ class FaultyExecutor:
             on_commit()
         return result
 
-    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def followed(connection: sa.Connection) -> T:
             self._pass_inside(Point.WORK)
             result = work(connection)
@@ -162,7 +162,7 @@ class FaultyExecutor:
             return result
 
         await self._pass(Point.RUN)
-        result = await self._executor.run(followed, commit=commit)
+        result = await self._executor.run_sync(followed, commit=commit)
         await self._pass(Point.RUN, is_after=True)
         return result
 

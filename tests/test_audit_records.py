@@ -16,9 +16,9 @@ from adk_secure_sessions.formats.audit_records import (
     MAX_RECORD,
     NO_AUDIT_LINK,
     link_of,
-    open_record,
+    open_entry,
     record_context,
-    seal_record,
+    seal_entry,
 )
 
 CIPHER = Aes256Gcm(bytes(32))
@@ -37,11 +37,11 @@ def test_context_has_the_documented_bytes() -> None:
 
 
 def test_record_is_a_version_and_encrypts_the_link_and_compact_json() -> None:
-    record = seal_record(CIPHER, CONTEXT, LINK, {"user": "ü", "n": [1, 2]})
+    record = seal_entry(CIPHER, CONTEXT, LINK, {"user": "ü", "n": [1, 2]})
     assert record[:1] == b"\x01"
     plaintext = CIPHER.decrypt(record[1:], b"\x01" + CONTEXT)
     assert plaintext == LINK + b'{"user":"\\u00fc","n":[1,2]}'
-    assert open_record(CIPHER, CONTEXT, record) == (LINK, {"user": "ü", "n": [1, 2]})
+    assert open_entry(CIPHER, CONTEXT, record) == (LINK, {"user": "ü", "n": [1, 2]})
 
 
 def test_link_of_a_record_is_the_hash_of_its_context_and_bytes() -> None:
@@ -50,18 +50,18 @@ def test_link_of_a_record_is_the_hash_of_its_context_and_bytes() -> None:
 
 def of_length(length: int) -> dict[str, object]:
     """Fields whose record has *length* bytes."""
-    rest = len(seal_record(CIPHER, CONTEXT, LINK, {"actor": ""}))
+    rest = len(seal_entry(CIPHER, CONTEXT, LINK, {"actor": ""}))
     return {"actor": "a" * (length - rest)}
 
 
 def test_longest_record_is_written_and_read_and_a_longer_one_is_neither() -> None:
     longest = of_length(MAX_RECORD)
-    record = seal_record(CIPHER, CONTEXT, LINK, longest)
+    record = seal_entry(CIPHER, CONTEXT, LINK, longest)
     assert len(record) == MAX_RECORD
-    assert open_record(CIPHER, CONTEXT, record) == (LINK, longest)
+    assert open_entry(CIPHER, CONTEXT, record) == (LINK, longest)
     longer = of_length(MAX_RECORD + 1)
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
-        seal_record(CIPHER, CONTEXT, LINK, longer)
+        seal_entry(CIPHER, CONTEXT, LINK, longer)
     assert reason(sealed(LINK + json.dumps(longer).encode())) is Reason.MALFORMED
 
 
@@ -73,11 +73,11 @@ def sealed(plaintext: bytes) -> bytes:
 def reason(record: object) -> Reason:
     """Return why *record* is rejected."""
     with pytest.raises(TamperedError) as info:
-        open_record(CIPHER, CONTEXT, record)
+        open_entry(CIPHER, CONTEXT, record)
     return info.value.reason
 
 
-VALID = seal_record(CIPHER, CONTEXT, LINK, {"a": 1})
+VALID = seal_entry(CIPHER, CONTEXT, LINK, {"a": 1})
 MALFORMED: dict[str, Any] = {
     "not bytes": "text",
     "empty": b"",
@@ -107,7 +107,7 @@ def test_record_that_no_writer_makes_is_malformed(record: object) -> None:
 )
 def test_record_moved_to_another_place_of_a_chain_is_rejected(other: bytes) -> None:
     with pytest.raises(TamperedError) as info:
-        open_record(CIPHER, other, VALID)
+        open_entry(CIPHER, other, VALID)
     assert info.value.reason is Reason.AUTHENTICATION
 
 

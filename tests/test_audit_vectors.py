@@ -13,7 +13,7 @@ from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService
 from adk_secure_sessions.formats.audit_records import (
     NO_AUDIT_LINK,
     link_of,
-    open_record,
+    open_entry,
     record_context,
 )
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -51,7 +51,7 @@ def test_both_readers_accept_the_chain(case: Row) -> None:
         assert case["fields"][number]["time"] == f"{moment:%Y-%m-%dT%H:%M:%S.%f+00:00}"
         cipher = IndexMaster(INDEX_MASTER).audit_cipher(DATABASE_ID, row["chain"])
         place = record_context(DATABASE_ID, row["chain"], row["number"], row["time"])
-        assert open_record(cipher, place, row["record"]) == (links[number], case["fields"][number])
+        assert open_entry(cipher, place, row["record"]) == (links[number], case["fields"][number])
         assert link_of(place, row["record"]) == links[number + 1]
 
 

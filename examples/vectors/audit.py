@@ -7,7 +7,7 @@ from adk_secure_sessions.formats.audit_records import (
     NO_AUDIT_LINK,
     link_of,
     record_context,
-    seal_record,
+    seal_entry,
 )
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from examples.vectors.fixed import MICROSECONDS, Json, counting, flipped, made
@@ -42,7 +42,7 @@ def _chain(label: str, number: int = 0) -> list[Json]:
         fields: Json = {"time": moment.isoformat(timespec="microseconds"), **more}
         context = record_context(_DATABASE_ID, chain, number, time)
         with mock.patch("os.urandom", return_value=made(f"nonce {label} {number}", 12)):
-            record = seal_record(cipher, context, link, fields)
+            record = seal_entry(cipher, context, link, fields)
         link = link_of(context, record)
         row: Json = {"chain": chain.hex(), "number": number, "time": time, "record": record.hex()}
         rows.append(row | {"link": link.hex(), "fields": fields})
@@ -103,5 +103,5 @@ def _other_copy(rows: list[Json]) -> list[Json]:
     cipher = IndexMaster(_INDEX_MASTER).audit_cipher(_DATABASE_ID, chain)
     context = record_context(_DATABASE_ID, chain, row["number"], row["time"])
     with mock.patch("os.urandom", return_value=made("nonce of another copy", 12)):
-        record = seal_record(cipher, context, bytes.fromhex(rows[0]["link"]), row["fields"])
+        record = seal_entry(cipher, context, bytes.fromhex(rows[0]["link"]), row["fields"])
     return [_row(row, record=record.hex()), *(_row(other) for other in rows[2:])]

@@ -134,7 +134,7 @@ class AuditEntry(NamedTuple):
 
 
 def new_entry(event: str, **facts: object) -> AuditEntry:
-    """Return a record with the time and the actor of this task; see `record`."""
+    """Return a record with the time and the actor of this task; see `log_event`."""
     actor = audit_actor.get()
     now = time.time_ns() // 1000
     fields: dict[str, object] = {
@@ -155,7 +155,7 @@ def log_entry(entry: AuditEntry) -> None:
         logger.info("%s", json.dumps(entry.fields), extra={"audit": entry.fields})
 
 
-def record(event: str, **facts: object) -> None:
+def log_event(event: str, **facts: object) -> None:
     """Write one record of the audit log.
 
     If the running call stores its records in the audit trail, also keep the record for the trail.
@@ -173,7 +173,7 @@ def record(event: str, **facts: object) -> None:
 def record_rejected(error: DecryptionError) -> None:
     """Count a stored value that was rejected with *error*, and write an audit record of it."""
     count_rejected(error)
-    record(
+    log_event(
         "record.rejected",
         table=error.table,
         row=error.row,
@@ -189,7 +189,7 @@ def record_opened(database_id: bytes | None, error: str | None) -> None:
     """
     database = database_id.hex() if database_id else None
     outcome = "failure" if error else "success"
-    record("database.opened", database=database, account=account(), outcome=outcome, error=error)
+    log_event("database.opened", database=database, account=account(), outcome=outcome, error=error)
 
 
 def record_new_key(database_id: bytes, kind: str, key_id: int, **facts: object) -> None:
@@ -197,7 +197,7 @@ def record_new_key(database_id: bytes, kind: str, key_id: int, **facts: object) 
 
     *kind* is `data key`, `data master` or `index master`.
     """
-    record("key.created", database=database_id.hex(), kind=kind, key=key_id, **facts)
+    log_event("key.created", database=database_id.hex(), kind=kind, key=key_id, **facts)
 
 
 @cache
@@ -314,7 +314,7 @@ def accessed(
         function: Callable[..., Awaitable[T]] = method
 
         # Gets the arguments of the call in two objects, since each `**` copies them.
-        async def run_recorded(service: A, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        async def call_audited(service: A, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
             read_ids, trail = service._recording
             if read_ids is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
@@ -335,11 +335,11 @@ def accessed(
 
         def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             if covers is not None:  # this is the outer call
-                return run_covering(covers(service), partial(run_recorded, service, args, kwargs))
+                return run_covering(covers(service), partial(call_audited, service, args, kwargs))
             if _covered.get() is service:  # this is the inner call; it covers no call that it makes
                 call = partial(method, service, *args, **kwargs)
                 return call_measured(method, run_covering, None, call)
-            return call_measured(method, run_recorded, service, args, kwargs)
+            return call_measured(method, call_audited, service, args, kwargs)
 
         return hiding_wrapper(method, start)
 
@@ -385,7 +385,7 @@ class Trail(Protocol):
 
     async def store(self, entries: Sequence[AuditEntry], *, retries: bool = True) -> None: ...
 
-    async def run_recorded(
+    async def write_with_entries(
         self,
         transaction: Callable[[], Any],
         entries: Sequence[AuditEntry],
@@ -495,7 +495,7 @@ class AccessCall(AuditedCall):
         self._read_ids = read_ids
         self._ids = ids
 
-    async def run_recorded(
+    async def write_with_entry(
         self,
         change: str,
         session_id: str,
@@ -519,7 +519,7 @@ class AccessCall(AuditedCall):
             self._stored = entry if is_stored else None
             on_commit()
 
-        run = self._trail.run_recorded
+        run = self._trail.write_with_entries
         return (await run(transaction, [entry], committed, holds_locks=holds_locks))[0]
 
     def _with_session(self, session_id: str) -> tuple[str, str, str]:

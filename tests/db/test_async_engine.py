@@ -134,7 +134,7 @@ async def test_tasks_on_one_connection_do_not_share_a_transaction(tmp_path: Path
     url = f"sqlite+aiosqlite:///{tmp_path}/things.db"
     engine = create_async_engine(url, poolclass=StaticPool)
     executor = AsyncEngineExecutor(engine, owns_engine=False)
-    await executor.run(things.metadata.create_all, commit=True)
+    await executor.run_sync(things.metadata.create_all, commit=True)
 
     async def fail(number: int) -> None:
         def work(connection: sa.Connection) -> None:
@@ -142,7 +142,7 @@ async def test_tasks_on_one_connection_do_not_share_a_transaction(tmp_path: Path
             raise RuntimeError("taken back")
 
         with pytest.raises(RuntimeError, match="taken back"):
-            await executor.run(work, commit=True)
+            await executor.run_sync(work, commit=True)
 
     await asyncio.gather(
         *(fail(number) for number in range(10)),
@@ -166,7 +166,7 @@ async def test_engine_of_the_application_is_not_closed(tmp_path: Path) -> None:
     url = f"sqlite+aiosqlite:///{tmp_path}/things.db"
     engine = create_async_engine(url, poolclass=AsyncAdaptedQueuePool)
     executor = AsyncEngineExecutor(engine, owns_engine=False)
-    await executor.run(things.metadata.create_all, commit=True)
+    await executor.run_sync(things.metadata.create_all, commit=True)
     await executor.close()
     assert isinstance(engine.pool, AsyncAdaptedQueuePool)
     assert engine.pool.checkedin() == 1
@@ -178,7 +178,7 @@ def test_connections_of_sqlite_serve_event_loops_in_turn(tmp_path: Path) -> None
     executor = AsyncEngineExecutor(engine, owns_engine=False)
 
     async def use(number: int) -> int:
-        await executor.run(things.metadata.create_all, commit=True)
+        await executor.run_sync(things.metadata.create_all, commit=True)
         await apply(executor, insert(number))
         return len(await stored(executor))
 

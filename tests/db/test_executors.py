@@ -35,7 +35,7 @@ async def filled(executor: Executor) -> Executor:
 
 async def fill(executor: Executor) -> None:
     """Store BEFORE, whatever was stored."""
-    await executor.run(lambda connection: connection.execute(sa.delete(things)), commit=True)
+    await executor.run_sync(lambda connection: connection.execute(sa.delete(things)), commit=True)
     assert await apply(executor, insert(1, b"old"), insert(2, b"old"))
 
 
@@ -164,7 +164,7 @@ def insert_one(connection: sa.Connection) -> str:
 
 async def test_defined_work_is_stored_if_it_is_to_be_committed(executor: Executor) -> None:
     for commit, after in ((False, {}), (True, {1: b"x"})):
-        assert await executor.run(insert_one, commit=commit) == "done"
+        assert await executor.run_sync(insert_one, commit=commit) == "done"
         assert await stored(executor) == after
 
 
@@ -174,9 +174,9 @@ async def test_defined_work_that_raises_stores_nothing(executor: Executor) -> No
         raise RuntimeError("the work's own")
 
     with pytest.raises(RuntimeError, match="the work's own"):
-        await executor.run(work, commit=True)
+        await executor.run_sync(work, commit=True)
     assert await stored(executor) == {}
-    assert await executor.run(insert_one, commit=True) == "done"
+    assert await executor.run_sync(insert_one, commit=True) == "done"
 
 
 # --- cancellation --------------------------------------------------------------------------------

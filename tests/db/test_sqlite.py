@@ -48,7 +48,7 @@ on_file = pytest.mark.parametrize("numbers", ["file"], indirect=True)
 async def opened(url: str | sa.URL, **options: Any) -> SqliteExecutor:
     """An executor on a database with `TABLE`."""
     executor = SqliteExecutor(sa.make_url(url), options)
-    await executor.run(TABLE.metadata.create_all, commit=True)
+    await executor.run_sync(TABLE.metadata.create_all, commit=True)
     return executor
 
 
@@ -303,7 +303,7 @@ def use_as_somebody_else(say: Callable[[object], None], path: str) -> None:
         executor = SqliteExecutor(sa.URL.create("sqlite", database=path), {})
         try:
             say(await stored(executor))
-            names = await executor.run(
+            names = await executor.run_sync(
                 lambda connection: sa.inspect(connection).get_table_names(), commit=False
             )
             say(names)

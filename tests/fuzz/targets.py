@@ -207,7 +207,7 @@ class _World:
         """Return what a process reads that has not read any of *rows* before."""
         executors, _ = one_database(rows)
         attempt = self.stored.attempt(keys=StagedKeys(data_keys()))
-        found = asyncio.run(GetSession(WHO, _as_stored, self.limit).attempt(attempt, executors))
+        found = asyncio.run(GetSession(WHO, _as_stored, self.limit).execute(attempt, executors))
         if found is None:
             return None
         view, history = found

@@ -124,7 +124,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
             assert present(path, values) == len(values)
         assert (await erase_user(db, APP, "ada")).cleared
         assert present(path, values) == 0
-        timeout = await db.runner.executors.data.run(
+        timeout = await db.runner.executors.data.run_sync(
             lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout").scalar(),
             commit=False,
         )
@@ -178,7 +178,7 @@ async def test_server_keeps_bytes_in_the_table_until_it_is_rewritten(
             logs = {name for name in files_with(server, wrapped) if len(name) == 24}
             assert files_with(server, wrapped) - logs <= {"ib_logfile0"}
             if kind == "postgresql":
-                timeout = await db.runner.executors.data.run(
+                timeout = await db.runner.executors.data.run_sync(
                     lambda connection: connection.exec_driver_sql("SHOW lock_timeout").scalar(),
                     commit=False,
                 )
@@ -271,7 +271,7 @@ async def test_mariadb_table_is_rewritten_without_a_setting_of_the_connection(
             statements.append(text)
 
         executor = AsyncEngineExecutor(engine, owns_engine=True)
-        await executor.run(lambda connection: connection.scalar(sa.select(1)), commit=False)
+        await executor.run_sync(lambda connection: connection.scalar(sa.select(1)), commit=False)
         sa.event.listen(engine.sync_engine, "before_cursor_execute", note)
         assert await clear_deleted_bytes(executor, data_keys, 5, rewrites_table=True) == ""
         await executor.close()

@@ -158,14 +158,14 @@ async def nothing() -> None:
 
 
 class InMemory:
-    """An executor of `run` alone, on SQLite in memory; counts what changed something."""
+    """An executor of `run_sync` alone, on SQLite in memory; counts what changed something."""
 
     def __init__(self) -> None:
         self.engine = sa.create_engine("sqlite://", poolclass=sa.StaticPool)
         self.changes = 0
         self.before: Callable[[], Awaitable[None]] = nothing  # awaited before each change
 
-    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         if commit:
             await self.before()
         with self.engine.connect() as connection:

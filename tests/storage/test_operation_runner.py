@@ -81,7 +81,7 @@ class Scripted:
         self._script = list(script)
         self.attempts: list[Attempt] = []
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> object:
+    async def execute(self, attempt: Attempt, executors: Executors) -> object:
         self.attempts.append(attempt)
         outcome = self._script.pop(0)
         if callable(outcome):
@@ -461,8 +461,8 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
 CALLS: dict[str, Callable[[OperationRunner], object]] = {
     "read": lambda runner: runner.read(None, {}),  # type: ignore[arg-type]
     "read of keys": lambda runner: runner.read_keys(None, {}),  # type: ignore[arg-type]
-    "change": lambda runner: runner.change(lambda connection: None),
-    "change of keys": lambda runner: runner.change_keys(lambda connection: None),
+    "change": lambda runner: runner.run_on_data(lambda connection: None),
+    "change of keys": lambda runner: runner.run_on_keys(lambda connection: None),
 }
 
 

@@ -101,7 +101,7 @@ class AsyncEngineExecutor:
     ) -> T:
         return await self._shielded(partial(self._transact, transaction, holds_locks), on_commit)
 
-    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:
             with self._dialect.decoding(connection, any_text):
                 if commit:

@@ -120,7 +120,7 @@ class Executor(Protocol):
         """
         ...
 
-    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a SQLAlchemy connection and return its result.
 
         The schema and maintenance use it, because they inspect tables and decide row by row.  If

@@ -26,7 +26,7 @@ def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> 
     return context(("audit", database_id, chain), number, time)
 
 
-def seal_record(
+def seal_entry(
     cipher: Aes256Gcm, context: bytes, previous: bytes, fields: dict[str, object]
 ) -> bytes:
     """Encrypt *fields*, values for JSON, and return the record, bound to *context*; *previous* is
@@ -38,7 +38,7 @@ def seal_record(
     return _VERSION + cipher.encrypt(previous + text, _VERSION + context)
 
 
-def open_record(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[bytes, dict[str, Any]]:
+def open_entry(cipher: Aes256Gcm, context: bytes, record: object) -> tuple[bytes, dict[str, Any]]:
     """Return the link of the record before *record*, and the fields in *record*."""
     data = require_bytes(record)
     if not data.startswith(_VERSION) or len(data) > MAX_RECORD:

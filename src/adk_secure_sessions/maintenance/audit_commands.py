@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.audit_records import (
     MAX_RECORD,
     NO_AUDIT_LINK,
     link_of,
-    open_record,
+    open_entry,
     record_context,
 )
 from adk_secure_sessions.formats.times import of_datetime, time_now
@@ -319,7 +319,7 @@ class _Trail:
             expected = number + 1
             try:
                 context = record_context(self.keyring.database_id, chain, number, moment)
-                previous, fields = open_record(cipher, context, record)
+                previous, fields = open_entry(cipher, context, record)
             except DecryptionError as error:
                 self.problems.add_error(error, audit_records.name, row)
                 known, end = None, _LastRecord(number, None)

@@ -171,7 +171,8 @@ class Database(HoldsSecrets, ClosedByWith):
             table = sessions if has_table(connection, sessions) else None
             return describe(connection, table, "updated_at", ~IS_COLLECTION)
 
-        description = await repeated(lambda: self.runner.executors.data.run(work, commit=False))
+        data = self.runner.executors.data
+        description = await repeated(lambda: data.run_sync(work, commit=False))
         # SQLite stores any type in any column, and the time is not authenticated.
         is_time = isinstance(description.updated_at, int)
         return description if is_time else description._replace(updated_at=None)

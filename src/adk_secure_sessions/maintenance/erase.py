@@ -130,7 +130,7 @@ async def erase_user(
     has_app = bool(await db.runner.read(rows_with_tag(apps), {"tag": ids.app_tag}))
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
-    was_migrated = await db.runner.change(partial(has_table, table=migrated), commit=False)
+    was_migrated = await db.runner.run_on_data(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
     new_deletion = partial(
@@ -139,10 +139,10 @@ async def erase_user(
     executors = db.runner.executors
     deleted: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        first = await _commit(db.runner.change_keys, partial(new_deletion, of_rows=False))
+        first = await _commit(db.runner.run_on_keys, partial(new_deletion, of_rows=False))
         deleted += first.counts
         new_deletion = partial(new_deletion, of_keys=False, headers=first.headers)
-    then = await _commit(db.runner.change, new_deletion)
+    then = await _commit(db.runner.run_on_data, new_deletion)
     deleted += then.counts
     obstacle = "nothing was deleted"
     if not dry_run:

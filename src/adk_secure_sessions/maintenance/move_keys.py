@@ -141,9 +141,9 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run = secrets.token_hex(16)
-        self._data = _Place("db", db.runner.executors.data, db.runner.read, db.runner.change)
+        self._data = _Place("db", db.runner.executors.data, db.runner.read, db.runner.run_on_data)
         self._keys = _Place(
-            "key-db", db.runner.executors.key_tables, db.runner.read_keys, db.runner.change_keys
+            "key-db", db.runner.executors.key_tables, db.runner.read_keys, db.runner.run_on_keys
         )
         into = to == "key-db"
         self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
@@ -179,7 +179,7 @@ class _Move:
         """Survey both databases, and reject those between which no key may be moved."""
         data = await repeated(lambda: survey_database(self._data.executor))
         keys = await repeated(lambda: survey_database(self._keys.executor, is_key_database=True))
-        await repeated(lambda: self._keys.executor.run(_reject_memory, commit=False))
+        await repeated(lambda: self._keys.executor.run_sync(_reject_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
         now = await repeated(lambda: survey_database(self._data.executor))
         if now.table_set is not data.table_set:

@@ -148,7 +148,7 @@ async def retire(
     known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
-    of_masters = await db.runner.change_keys(work, commit=not dry_run)
+    of_masters = await db.runner.run_on_keys(work, commit=not dry_run)
     kept.extend(of_masters.kept)
     ids = tuple(row.id for row in of_masters.unused)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
@@ -206,14 +206,14 @@ async def _retire_data_keys(
         return _KeyDecision([], [])
     in_one_database = db.runner.executors.key_tables is db.runner.executors.data
     work = partial(_find_unused, owner_tag, rows, *decrypted, in_one_database, dry_run)
-    keys = await db.runner.change(work, commit=not dry_run)
+    keys = await db.runner.run_on_data(work, commit=not dry_run)
     if keys.unused and not in_one_database and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.change_keys(partial(_delete, keys.unused))
+        await db.runner.run_on_keys(partial(_delete, keys.unused))
     return keys
 
 

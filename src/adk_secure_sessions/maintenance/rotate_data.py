@@ -143,9 +143,9 @@ class DataRotationRun(Rotation):
     async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
         if self._db.runner.backends.stores_plaintext and not self._dry_run:
-            await self._db.runner.change(meta.mark_plaintext)
+            await self._db.runner.run_on_data(meta.mark_plaintext)
             if self._db.runner.executors.has_key_database:
-                await self._db.runner.change_keys(meta.mark_plaintext)
+                await self._db.runner.run_on_keys(meta.mark_plaintext)
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.reencrypted
@@ -203,7 +203,7 @@ class DataRotationRun(Rotation):
         if not exists and renewal.stored_keys:
             # The owner was erased after the key was stored in the key database: delete the key.
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
-            await self._db.runner.change_keys(lambda connection: connection.execute(query).close())
+            await self._db.runner.run_on_keys(lambda connection: connection.execute(query).close())
 
     def _target(self, keys: StagedKeys, owner_tag: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
@@ -248,7 +248,7 @@ class DataRotationRun(Rotation):
             again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.name, record.name, plaintext, again)
             changes.setdefault(record.column, []).append((record, sealed))
-        await self._db.runner.change(partial(_replace, changes))
+        await self._db.runner.run_on_data(partial(_replace, changes))
         for column, replaced in changes.items():
             new = {record.key: sealed for record, sealed in replaced}
             for row in await rows_with_primary_keys(self._db, column, list(new)):

@@ -136,7 +136,7 @@ class _MasterRotationRun(Rotation):
             fresh, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(fresh, {root.key_id: root}, database_id)
-            await self._db.runner.change_keys(
+            await self._db.runner.run_on_keys(
                 partial(_insert_master, fresh, set(survey.keyring), database_id)
             )
 
@@ -167,7 +167,7 @@ class _MasterRotationRun(Rotation):
         for before, after in pairs:
             decrypt = partial(unwrap_data_key, after, keyring)
             require_same(data_keys.name, after.id, keys[before], decrypt)
-        await self._db.runner.change_keys(partial(_rewrap, pairs, master_id))
+        await self._db.runner.run_on_keys(partial(_rewrap, pairs, master_id))
         new = {after for _, after in pairs}
         ids = [before.id for before, _ in pairs]  # authentic: another id may be any integer
         span = Span(ids[0] - 1, ids[-1])

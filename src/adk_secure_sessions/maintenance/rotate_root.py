@@ -73,7 +73,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
-        if not await db.runner.change_keys(partial(replace_master_keys, rows, new)):
+        if not await db.runner.run_on_keys(partial(replace_master_keys, rows, new)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )

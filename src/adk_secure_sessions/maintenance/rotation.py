@@ -99,7 +99,7 @@ class Rotation(ABC):
         if self._dry_run or self.result.left or self.result.bad:
             await self._require_checkpoint()
         else:
-            await self._db.runner.change(self._remove_checkpoint)
+            await self._db.runner.run_on_data(self._remove_checkpoint)
         self._meter.finish()
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Rotation(ABC):
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
-            if self._dry_run or await self._db.runner.change(write):
+            if self._dry_run or await self._db.runner.run_on_data(write):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:

@@ -204,7 +204,7 @@ async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[
     query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)
     async for span in spans(db.runner.read, indexed.c.row_id, db.limits.keys_per_page):
         within = query.where(*span.conditions(indexed.c.row_id))
-        deleted += await db.runner.change(partial(_rows_changed, within, span.parameters))
+        deleted += await db.runner.run_on_data(partial(_rows_changed, within, span.parameters))
     return deleted
 
 

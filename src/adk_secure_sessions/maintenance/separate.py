@@ -173,10 +173,10 @@ async def _begin(db: Database) -> None:
     meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
     old = (old_id.hex(), survey.meta_rows[meta.FEATURES])
     work = partial(_store, survey.keyring, wrapped, meta_rows, old)
-    if not await db.runner.change_keys(work):
+    if not await db.runner.run_on_keys(work):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
-        await db.runner.change(partial(_set_id, old_id.hex(), new_id.hex()))
+        await db.runner.run_on_data(partial(_set_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
 
 
@@ -195,7 +195,7 @@ async def _finish_ids(db: Database) -> None:
     writer, roots = db.runner.backends.writer.root_key.key_id, db.runner.backends.roots
     keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.existing_id)
     check_features(survey, keyring)
-    await db.runner.change(partial(_set_id, old_id, survey.existing_id.hex()))
+    await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))
 
 
 async def _drop_rows_of_original(db: Database) -> None:
@@ -211,7 +211,7 @@ async def _drop_rows_of_original(db: Database) -> None:
             if table.name in present:
                 connection.execute(sa.delete(table)).close()
 
-    await db.runner.change(empty)
+    await db.runner.run_on_data(empty)
     # Forget this run's audit trail: its first record was deleted.  A completed run stores both
     # records again at its end.
     if command := running_command():
@@ -267,5 +267,5 @@ async def _end(db: Database, keyring: Keyring) -> None:
         meta.put(connection, meta.MIGRATION_MARK, None)
         return True
 
-    if not await db.runner.change_keys(end):
+    if not await db.runner.run_on_keys(end):
         raise SecureSessionError(_CHANGED, retryable=True)

@@ -74,7 +74,7 @@ async def clear_deleted_bytes(
         return dialect.empty_log(connection, lock_wait)
 
     try:
-        return await executor.run(work, commit=False)
+        return await executor.run_sync(work, commit=False)
     except Conflict:
         return IN_USE
     except Disconnected as lost:
@@ -87,7 +87,7 @@ async def rewrite_tables(
     executor: Executor, tables: Sequence[sa.Table], lock_wait: int
 ) -> list[str]:
     """Rewrite all *tables* of this package in a database; return the reasons why not."""
-    dialect = await repeated(lambda: executor.run(dialect_of, commit=False))
+    dialect = await repeated(lambda: executor.run_sync(dialect_of, commit=False))
     obstacles = []
     for table in tables[:1] if dialect.has_one_file else tables:
         if obstacle := await clear_deleted_bytes(executor, table, lock_wait, rewrites_table=True):

@@ -198,7 +198,7 @@ class AdkTables(Source):
 
         Unlike in `run`, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
         """
-        return await repeated(lambda: self._executor.run(work, commit=False))
+        return await repeated(lambda: self._executor.run_sync(work, commit=False))
 
     async def run(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work* in a transaction; all its queries read the same state of the database."""
@@ -211,7 +211,7 @@ class AdkTables(Source):
                 dialect.begin_snapshot(connection)
                 return work(connection)
 
-        return await repeated(lambda: self._executor.run(run_in_snapshot, commit=False))
+        return await repeated(lambda: self._executor.run_sync(run_in_snapshot, commit=False))
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""

@@ -294,7 +294,7 @@ class AdkTarget(ClosedByWith):
             dialect_of(connection).reject_long_values(connection)
             return work(connection)
 
-        return await self._executor.run(strictly, commit=commit)
+        return await self._executor.run_sync(strictly, commit=commit)
 
 
 def create_private_file(path: Path) -> None:

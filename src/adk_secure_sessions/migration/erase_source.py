@@ -112,7 +112,7 @@ async def erase_source(
         return is_unchanged
 
     try:
-        is_deleted = await repeated(lambda: writer.run(delete, commit=True), writes=True)
+        is_deleted = await repeated(lambda: writer.run_sync(delete, commit=True), writes=True)
         obstacles = await rewrite_tables(writer, TABLES, db.limits.lock_wait) if is_deleted else []
     finally:
         await writer.close()

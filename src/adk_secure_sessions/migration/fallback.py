@@ -356,7 +356,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     def _count(self) -> None:
         self.fallback_reads += 1
-        audit.record("plaintext.read", source=self._source.description)
+        audit.log_event("plaintext.read", source=self._source.description)
         now = time.monotonic()
         if now >= self._log_at:
             self._log_at = now + _LOG_PAUSE

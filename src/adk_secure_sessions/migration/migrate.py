@@ -199,7 +199,7 @@ class _MigrationRun:
         if self.walk.index is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
-            dialect = await self.target.runner.change(dialect_of, commit=False)
+            dialect = await self.target.runner.run_on_data(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.walk.sessions():
             # The first session of each app and of each user is copied before the others.  Imports

@@ -186,9 +186,9 @@ class Feature:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
                 create = partial(create_table_of, self._name, may_create=self._create_table)
-                await self._runner.change(create)
+                await self._runner.run_on_data(create)
             # If the process stops before this, the next call adds the feature.
-            await self._runner.change_keys(partial(add_feature, self._name, keyring))
+            await self._runner.run_on_keys(partial(add_feature, self._name, keyring))
             self._ensured = keyring
 
     async def is_added(self) -> bool:
@@ -198,7 +198,7 @@ class Feature:
             return True
         # Read the table before the list of features.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
-        has_rows = await self._runner.change(partial(_has_rows_of, self._name), commit=False)
+        has_rows = await self._runner.run_on_data(partial(_has_rows_of, self._name), commit=False)
         if await self._is_listed(keyring):
             self._ensured = keyring
             return True
@@ -211,4 +211,4 @@ class Feature:
 
     async def _is_listed(self, keyring: Keyring) -> bool:
         work = partial(_has_feature, self._name, keyring)
-        return await self._runner.change_keys(work, commit=False)
+        return await self._runner.run_on_keys(work, commit=False)

@@ -324,7 +324,7 @@ class StorageOperation(Protocol[T_co]):
     @property
     def writes(self) -> bool: ...
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> T_co: ...
+    async def execute(self, attempt: Attempt, executors: Executors) -> T_co: ...
 
 
 class _OpenState(NamedTuple):
@@ -360,7 +360,7 @@ def empty_caches() -> None:
 class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
-    *backends* is None if only the methods `read`, `read_keys`, `change` and `change_keys` are used.
+    *backends* is None if only `read`, `read_keys`, `run_on_data` and `run_on_keys` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
     keys or the caches are used.  *keyring_pause* is in seconds: see `_KEYRING_PAUSE`.
@@ -520,7 +520,7 @@ class OperationRunner:
                         owners = [identity.app_tag, identity.user_tag]
                         rows = await read_data_keys(self.executors.key_tables.read, owners)
                         keys.load(rows.data_keys, rows.master_fingerprints)
-                    result = await operation.attempt(attempt, self.executors)
+                    result = await operation.execute(attempt, self.executors)
                 except UnknownKeyError:
                     if keys.lacks_master and attempt.may_reread:
                         # Another process has changed the keyring again since it was read again.
@@ -573,14 +573,14 @@ class OperationRunner:
         """Run one query on the key tables; repeat the query if the connection is lost."""
         return await repeated(lambda: self.executors.key_tables.read(query, parameters))
 
-    async def change(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+    async def run_on_data(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction on the data database, and in a new one after a conflict."""
-        run = self.executors.data.run
+        run = self.executors.data.run_sync
         return await repeated(lambda: run(work, commit=commit), writes=True)
 
-    async def change_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* as `change` does, on the database that has the key tables."""
-        run = self.executors.key_tables.run
+    async def run_on_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+        """Run *work* as `run_on_data` does, on the database that has the key tables."""
+        run = self.executors.key_tables.run_sync
         return await repeated(lambda: run(work, commit=commit), writes=True)
 
     async def read_data_keys(self, owners: Iterable[object]) -> QueryRows:

@@ -96,7 +96,7 @@ class GetSession(ReadOperation, Generic[E]):
             self.limit = min(self.limit, _MOST_EVENTS)
             self.caches = self.caches and self.limit != 0
 
-    async def attempt(
+    async def execute(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
         if self.caches:
@@ -266,7 +266,7 @@ class ListEvents(ReadOperation, Generic[E]):
     limit: int
     newest: bool
 
-    async def attempt(
+    async def execute(
         self, attempt: Attempt, executors: Executors
     ) -> Page[E, EventPosition] | None:
         position, limit, forms = self.position, self.limit, sql.SESSION_WITH_EVENTS_BETWEEN
@@ -423,7 +423,7 @@ class _Listing(ReadOperation):
 class ListSessions(_Listing):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
+    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
         forms = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         if self.is_collection:
             forms = sql.COLLECTIONS_OF_USER
@@ -493,7 +493,7 @@ class ListPage(_Listing):
             "updated_until": updated.stop,
         }
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> PageOfSessions:
+    async def execute(self, attempt: Attempt, executors: Executors) -> PageOfSessions:
         limit, after = self._options.limit, self._options.after
         views, after = await self._part(attempt, executors, after, limit)
         while after is not None and len(views) < limit:
@@ -531,7 +531,7 @@ class ListPage(_Listing):
 class GetStates(ReadOperation):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
+    async def execute(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
         rows = await attempt.read(executors, sql.OWNERS)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
@@ -548,7 +548,7 @@ class UseKeys(ReadOperation, Generic[E]):
 
     work: Callable[[StagedKeys, bool], Awaitable[E]]
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> E:
+    async def execute(self, attempt: Attempt, executors: Executors) -> E:
         is_current = attempt.key_source is not KeySource.CACHE
         if is_current:
             rows = await attempt.read(executors, sql.OWNERS)
@@ -578,7 +578,7 @@ class CheckOwner(ReadOperation):
     of_user: bool = False
     header_counts: HeaderCounts = field(init=False)
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> Owner | None:
+    async def execute(self, attempt: Attempt, executors: Executors) -> Owner | None:
         rows = await attempt.read(executors, sql.OWNERS)
         row = rows.user if self.of_user else rows.app
         owner = sealed_rows.open_owner_uncached(attempt, rows, of_user=self.of_user)
@@ -605,7 +605,7 @@ class CheckSession(GetSession[E]):
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.checks_owners
 
-    async def attempt(
+    async def execute(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionWithStates, list[E]] | None:
         self.rows = rows = await self._read_session(attempt, executors)

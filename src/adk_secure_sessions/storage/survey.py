@@ -272,9 +272,9 @@ async def survey_database(
 async def run_while_opening(
     executor: Executor, work: Callable[[sa.Connection], T], *, commit: bool, is_key_database: bool
 ) -> T:
-    """Do the same as `Executor.run`; raise ConfigurationError if SQLite cannot use the file."""
+    """Do the same as `Executor.run_sync`; raise ConfigurationError if SQLite rejects the file."""
     try:
-        return await executor.run(work, commit=commit)
+        return await executor.run_sync(work, commit=commit)
     except DatabaseError as error:
         if not (error.code or "").startswith(_UNUSABLE):
             raise

@@ -303,14 +303,14 @@ class Write(Generic[T]):
     # these values in the database, this operation has stored it.
     _sent: dict[object, Any] = field(default_factory=dict, init=False)
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> T:
+    async def execute(self, attempt: Attempt, executors: Executors) -> T:
         locks = attempt.locks_rows or self.locks_rows
         steps = self._locked_steps if locks else self.steps
         transaction = partial(steps, attempt, OwnerChanges(attempt))
         run: Callable[..., Awaitable[T]] = executors.data.write
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
-            run = partial(access.run_recorded, self.audited_as, session_id)
+            run = partial(access.write_with_entry, self.audited_as, session_id)
         return await run(transaction, attempt.run_after_commit, holds_locks=locks)
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
@@ -673,7 +673,7 @@ class EnsureOwners(Write[StagedKeys]):
 
     audited_as = "owners"
 
-    async def attempt(self, attempt: Attempt, executors: Executors) -> StagedKeys:
+    async def execute(self, attempt: Attempt, executors: Executors) -> StagedKeys:
         rows = await attempt.read(executors, sql.OWNERS)
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         if app and user and user.app_row == app.row.id:
@@ -681,7 +681,7 @@ class EnsureOwners(Write[StagedKeys]):
             if all(keys.is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
                 attempt.run_after_commit()
                 return keys
-        return await super().attempt(attempt, executors)
+        return await super().execute(attempt, executors)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StagedKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)

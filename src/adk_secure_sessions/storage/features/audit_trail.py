@@ -37,7 +37,7 @@ from adk_secure_sessions.formats.audit_records import (
     NO_AUDIT_LINK,
     link_of,
     record_context,
-    seal_record,
+    seal_entry,
 )
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import HoldsSecrets
@@ -97,7 +97,7 @@ class _Chain(HoldsSecrets):
         rows: list[dict[str, object]] = []
         for entry in entries:
             context = record_context(self.database_id, self.id, count, entry.time)
-            record = seal_record(self._cipher, context, link, entry.fields)
+            record = seal_entry(self._cipher, context, link, entry.fields)
             rows.append({"chain": self.id, "number": count, "time": entry.time, "record": record})
             count, link = count + 1, link_of(context, record)
         return rows, Head(count, link)
@@ -186,7 +186,7 @@ class AuditTrail(HoldsSecrets):
             return
 
         async def attempt() -> None:
-            _, is_stored = await self.run_recorded(partial(try_apply, ()), entries)
+            _, is_stored = await self.write_with_entries(partial(try_apply, ()), entries)
             if not is_stored:  # a trigger or a rule can discard rows without an error
                 raise DatabaseError(
                     "the database did not store the records of the audit trail: remove triggers "
@@ -201,7 +201,7 @@ class AuditTrail(HoldsSecrets):
         Return False and change nothing if the first change matched no row.  After a lost
         connection, this method raises the error: the changes may have been made.
         """
-        applied, _ = await self.run_recorded(partial(try_apply, changes), [entry])
+        applied, _ = await self.write_with_entries(partial(try_apply, changes), [entry])
         return applied
 
     def log_heads(self) -> None:
@@ -215,7 +215,7 @@ class AuditTrail(HoldsSecrets):
         self.log_heads()
         self._free.clear()
 
-    async def run_recorded(
+    async def write_with_entries(
         self,
         transaction: Transaction[T],
         entries: Sequence[AuditEntry],

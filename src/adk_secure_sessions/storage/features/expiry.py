@@ -84,7 +84,7 @@ class Expiry:
         if self._has_index is None:
             work = partial(_ensure_index, may_create=self._create_index)
             try:
-                await self._runner.change(work)
+                await self._runner.run_on_data(work)
             except SecureSessionError as error:
                 if error.retryable:
                     raise
@@ -122,7 +122,7 @@ class _ListExpired(ListPage):
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | {"now": self._now}
 
-    async def attempt(  # type: ignore[override]
+    async def execute(  # type: ignore[override]
         self, attempt: Attempt, executors: Executors
     ) -> list[SessionWithStates]:
         parameters = self._parameters(None, self._options.limit)

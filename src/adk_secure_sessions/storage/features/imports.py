@@ -614,7 +614,8 @@ class Imports:
         if session_id is not None:
             await self._runner.run(AddTombstone(identity, macs))
             return
-        await self._runner.change(partial(add_tombstone_of_user, macs.tombstone(identity.user_tag)))
+        tombstone = macs.tombstone(identity.user_tag)
+        await self._runner.run_on_data(partial(add_tombstone_of_user, tombstone))
 
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
@@ -633,7 +634,7 @@ class Imports:
             meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
             return True
 
-        return await self._runner.change_keys(store)
+        return await self._runner.run_on_keys(store)
 
     async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
         """Remove COMPLETE.  With *source_is_kept*, turn SOURCE_ERASED back into COMPLETE."""
@@ -644,13 +645,13 @@ class Imports:
         if await self.migration_end() is not old:
             return False  # do not begin to write: the account may only be able to read
         marks = old.mark(keyring), new and new.mark(keyring)
-        return await self._runner.change_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
+        return await self._runner.run_on_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
 
     async def migration_end(self) -> MigrationEnd | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
         keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
-        value = await self._runner.change_keys(read, commit=False)
+        value = await self._runner.run_on_keys(read, commit=False)
         if value is None:
             return None
         for end in MigrationEnd:
