@@ -252,9 +252,9 @@ async def artifacts_of(
         for stored in page:
             try:
                 ids = stored.require_ids()
-                if not ids.is_collection or scope_and_name(ids.session_id) is None:
+                if not stored.columns.is_collection or scope_and_name(ids.session_id) is None:
                     continue
-                collection = await collections.get(ids[:3])
+                collection = await collections.get(ids)
                 if collection is None:
                     continue
                 # If the tag of the stored row was modified, `get` may have found another row.  But

@@ -164,10 +164,10 @@ class _BlobRotationRun(DataRotationRun):
                 now.items[version.item], version.number, version_count(now), new, self.result.since
             )
             try:
-                at = await self._collections.append_at(now.version, ids[:3], item)
+                at = await self._collections.append_at(now.version, ids, item)
                 return now._replace(version=at, items=(*now.items, item))
             except (writes.MissingSession, writes.StaleRevision):
-                now = await self._collections.get(ids[:3])
+                now = await self._collections.get(ids)
                 if now is not None and now.version.session_row != collection.version.session_row:
                     now = None
         return now

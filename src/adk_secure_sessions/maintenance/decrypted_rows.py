@@ -50,7 +50,6 @@ class SessionIds(NamedTuple):
     app_name: str
     user_id: str
     session_id: str
-    is_collection: bool = False
 
 
 class SessionWithIds(NamedTuple):
@@ -211,7 +210,7 @@ def _decrypt_ids(
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except ROW_ERRORS as error:
         return SessionWithIds(row, error)
-    return SessionWithIds(row, SessionIds(app_name, user_id, session_id, row.is_collection))
+    return SessionWithIds(row, SessionIds(app_name, user_id, session_id))
 
 
 # --- the records of one owner --------------------------------------------------------------------
@@ -273,7 +272,7 @@ async def records_of_sessions(
         records: list[EncryptedRecord] = []
         for session in page:
             try:
-                ids_of[session.id] = session.require_ids()[:3]
+                ids_of[session.id] = session.require_ids()
                 records.append(EncryptedRecord(_SESSIONS, session.columns, ids_of[session.id]))
             except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, session.id)

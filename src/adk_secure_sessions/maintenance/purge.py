@@ -114,7 +114,7 @@ async def _delete(
     db: Database, ids: SessionIds, is_due: Callable[[StoredSession], bool], dry_run: bool
 ) -> bool:
     """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
-    identity = await db.runner.identify(*ids[:3])
+    identity = await db.runner.identify(*ids)
     if not dry_run:
         return bool(await db.runner.run(writes.DeleteSession(identity, is_due)))
     loaded = await db.runner.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))

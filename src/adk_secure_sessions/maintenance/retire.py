@@ -235,7 +235,8 @@ async def _decrypt_owner(
     if checked.is_user:
         async for page in sessions_of(db, checked.row.id):
             for session in page:
-                identity = await db.runner.identify(*session.require_ids())
+                ids, is_collection = session.require_ids(), session.columns.is_collection
+                identity = await db.runner.identify(*ids, is_collection)
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
                 await db.runner.run(check)

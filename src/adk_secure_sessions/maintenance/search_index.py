@@ -194,8 +194,8 @@ class _Filler:
     async def _session(self, stored: SessionWithIds) -> Identity | None:
         """Return the identity of a session; None for a collection, or a session of another app."""
         ids = stored.require_ids()
-        is_wanted = ids.app_name == self._app_name and not ids.is_collection
-        return await self._db.runner.identify(*ids[:3]) if is_wanted else None
+        is_wanted = ids.app_name == self._app_name and not stored.columns.is_collection
+        return await self._db.runner.identify(*ids) if is_wanted else None
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:

@@ -269,14 +269,12 @@ class _Verifier:
         try:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
-            ids = stored.require_ids()
-            identity = await self._db.runner.identify(*ids)
+            is_collection = stored.columns.is_collection
+            identity = await self._db.runner.identify(*stored.require_ids(), is_collection)
             if identity.session_tag != stored.columns.tag:
-                kind = "collection" if ids.is_collection else "session"
+                kind = "collection" if is_collection else "session"
                 raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
-            is_memory = (
-                identity.is_collection and identity.session_id == memory_items.COLLECTION_NAME
-            )
+            is_memory = is_collection and identity.session_id == memory_items.COLLECTION_NAME
 
             def parse(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
                 """Parse an event or an item; return the item of a memory."""
@@ -295,7 +293,7 @@ class _Verifier:
                 items = [item for item in history if item is not None]
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
-                if ids.is_collection:
+                if is_collection:
                     self.result.collections += 1
                     self.result.items += len(history)
                 else:

@@ -156,7 +156,7 @@ def _is_wanted(session: SessionWithIds, selection: Selection) -> bool:
     ids = session.ids_or_error
     if isinstance(ids, Exception):
         return True
-    if ids.is_collection or session.columns.expires_at <= time_now():
+    if session.columns.is_collection or session.columns.expires_at <= time_now():
         return False
     is_recent = selection.since is None or session.columns.updated_at >= selection.since
     return is_recent and selection.app_name in (None, ids.app_name)
@@ -167,7 +167,7 @@ def _source_session(session: SessionWithIds) -> SourceSession:
     if isinstance(ids, Exception):
         return SourceSession("", "", name, "", reason_of(ids))
     # Each change of a session increases its revision; one that is created again has another row id.
-    return SourceSession(*ids[:3], f"{session.id}.{session.columns.revision}")
+    return SourceSession(*ids, f"{session.id}.{session.columns.revision}")
 
 
 async def _content(db: Database, session: SourceSession) -> SessionContent | Unreadable | None:

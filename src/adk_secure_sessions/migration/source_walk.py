@@ -177,7 +177,7 @@ class Walk:
                     ids = ("", "", f"{sessions.name} row {row}")
                     yield ids, tag, Unreadable(undecryptable(found.ids_or_error))
                     continue
-                ids = found.ids_or_error[:3]
+                ids = found.ids_or_error
                 has_expired = found.columns.expires_at <= time_now()
                 is_others = has_apps and ids[0] not in self._app_names
                 if found.columns.tag != tag or has_expired or is_others:
