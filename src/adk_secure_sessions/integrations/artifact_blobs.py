@@ -15,7 +15,7 @@ from datetime import timedelta
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
-from adk_secure_sessions.integrations.artifact_versions import scope_and_name, versions_of
+from adk_secure_sessions.integrations.artifact_versions import Version, scope_and_name, versions_of
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
@@ -110,9 +110,9 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
     problems = Problems()
     result = BlobCheck()
     named: set[str] = set()
-    async for _, collection in artifacts_of(db, problems):
+    async for _, collection, versions in artifacts_of(db, problems):
         result.artifacts += 1
-        for version in versions_of(collection):
+        for version in versions:
             blob = version.blob
             if blob is None:
                 continue
@@ -203,8 +203,8 @@ async def purge_blobs(
     problems = Problems()
     named = {
         version.blob.name
-        async for _, collection in artifacts_of(db, problems)
-        for version in versions_of(collection)
+        async for *_, versions in artifacts_of(db, problems)
+        for version in versions
         if version.blob is not None
     }
     withdrawn = marks.keys() & named
@@ -242,8 +242,8 @@ async def blobs_of_database(db: Database, place: ArtifactStore) -> BlobStore:
 
 async def artifacts_of(
     db: Database, problems: Problems
-) -> AsyncIterator[tuple[SessionIds, Collection]]:
-    """Yield the ids and the items of each artifact.
+) -> AsyncIterator[tuple[SessionIds, Collection, list[Version]]]:
+    """Yield the ids, the items and the versions of each artifact.
 
     Add all rows that cannot be decrypted to *problems*: they may belong to artifacts.
     """
@@ -263,8 +263,8 @@ async def artifacts_of(
                     stored.id
                 ):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
-                versions_of(collection)
+                versions = versions_of(collection)
             except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, stored.id)
             else:
-                yield ids, collection
+                yield ids, collection, versions

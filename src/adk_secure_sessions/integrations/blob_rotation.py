@@ -95,16 +95,18 @@ class _BlobRotationRun(DataRotationRun):
 
     async def _after_passes(self) -> None:
         self._problems.suppress_counted()
-        async for ids, found in artifacts_of(self._db, self._problems):
-            await self._rotate_artifact(ids, found)
+        async for artifact in artifacts_of(self._db, self._problems):
+            await self._rotate_artifact(*artifact)
             await self._require_checkpoint()
 
-    async def _rotate_artifact(self, ids: SessionIds, collection: Collection) -> None:
+    async def _rotate_artifact(
+        self, ids: SessionIds, collection: Collection, versions: list[Version]
+    ) -> None:
         """Re-encrypt the contents of all versions, in ascending order.
 
         The last item then describes the last version, so loading this version reads one item.
         """
-        for version in versions_of(collection):
+        for version in versions:
             is_done = version.rotation is not None and version.rotation >= self.result.since
             if version.blob is None or is_done:
                 continue
