@@ -1,30 +1,21 @@
-"""Walk over all apps, users and sessions in pages, and over the records of one app or user."""
+"""Walk over all apps, users, sessions and data keys in pages, and decrypt the ids of sessions."""
 
-import functools
 from collections.abc import AsyncIterator, Iterable, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.formats.records import (
-    HEADER_LENGTH,
-    decode_text,
-    require_bytes,
-    split_id,
-    split_owner,
-)
+from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, require_bytes, split_id
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.storage import reads
-from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
+from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
     SEALED,
     Owner,
-    SealedColumn,
     SessionRow,
     UserRow,
     apps,
@@ -34,14 +25,7 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 
-R = TypeVar("R", bound=tuple[Any, ...])
-
-_APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
-# One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
-# A record larger than `_GROUP_BYTES` is a group of its own.
-_GROUP_SIZE = 64
-_GROUP_BYTES = 4 * 1024 * 1024
-_SIZES = 1000  # how many pairs (primary key, length of the record) one statement reads
+_USERS, _SESSIONS = SEALED[1:3]
 
 
 class SessionIds(NamedTuple):
@@ -213,118 +197,6 @@ def _decrypt_ids(
     return SessionWithIds(row, SessionIds(app_name, user_id, session_id))
 
 
-# --- the records of one owner --------------------------------------------------------------------
-
-
-class EncryptedRecord(NamedTuple):
-    """A stored record, still encrypted: its column, its row, and the ids for its context."""
-
-    column: SealedColumn[Any]
-    row: Any
-    ids: Sequence[str]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.column.key_of(self.row)
-
-    @property
-    def stored(self) -> Any:  # bytes, or any other type in a modified row of SQLite
-        return self.row[-1]
-
-    @property
-    def name(self) -> str:
-        """The row's primary key as text, for messages."""
-        return ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
-
-
-async def records_of_owner(
-    db: Database, keys: StagedKeys, table: sa.Table, row: OwnerRow
-) -> list[EncryptedRecord] | None:
-    """Return the records of the row and the version witness of an app or user.
-
-    *keys* are the owner's data keys.  Also select the current one, from the ids in the row.  Return
-    None if the row does not exist any more.
-    """
-    column = _APPS if table is apps else _USERS
-    listed = await rows_with_primary_keys(db, column, [(row.id,)])
-    if not listed:
-        return None
-    (stored,) = listed
-    with locating_errors(table.name, row.id):
-        ids = (app_name_of(row.app_name),)
-        plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
-        if table is users:
-            _, plaintext = split_id(plaintext)
-        _, key_ids, _ = split_owner(plaintext)
-        keys.choose_current(stored.tag, key_ids)
-    return [EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
-
-
-async def records_of_sessions(
-    db: Database, app_name: str, user_row: int, current: bytes, problems: Problems
-) -> AsyncIterator[list[EncryptedRecord]]:
-    """Yield the records of a user's sessions in groups, each session before its events.
-
-    Snapshots and events whose header is *current* are skipped.
-    """
-    async for page in sessions_of(db, user_row):
-        ids_of: dict[int, Sequence[str]] = {}
-        records: list[EncryptedRecord] = []
-        for session in page:
-            try:
-                ids_of[session.id] = session.require_ids()
-                records.append(EncryptedRecord(_SESSIONS, session.columns, ids_of[session.id]))
-            except ROW_ERRORS as error:
-                problems.add_error(error, sessions.name, session.id)
-        tags = [record.row.tag for record in records]
-        yield records + await _witnesses(db, (app_name,), tags)
-        if not records:
-            continue
-        # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
-        span = Span(records[0].row.id - 1, records[-1].row.id)
-        parameters = {**span.parameters, "user_row": user_row, "current": current}
-        for column in (_SNAPSHOTS, _EVENTS):
-            query = _primary_keys_under_other_headers(column)
-            async for sized in pages(
-                db.runner.read, query, column.key, _SIZES, _sized, **parameters
-            ):
-                known = [pair for pair in sized if pair[0][0] in ids_of]
-                for group in grouped(known, itemgetter(1), _GROUP_SIZE, _GROUP_BYTES):
-                    keys = [key for key, _ in group]
-                    rows: list[Any] = await rows_with_primary_keys(db, column, keys)
-                    yield [EncryptedRecord(column, row, ids_of[row[0]]) for row in rows]
-
-
-async def _witnesses(
-    db: Database, ids: Sequence[str], tags: Iterable[bytes]
-) -> list[EncryptedRecord]:
-    rows = await rows_with_primary_keys(db, _WITNESSES, [(tag,) for tag in tags])
-    return [EncryptedRecord(_WITNESSES, row, ids) for row in rows]
-
-
-async def rows_with_primary_keys(
-    db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
-) -> list[R]:
-    rows: list[R] = []
-    for start in range(0, len(keys), _GROUP_SIZE):
-        part = list(keys[start : start + _GROUP_SIZE])
-        # The statement always has `_GROUP_SIZE` keys, so repeat the first key.
-        part += part[:1] * (_GROUP_SIZE - len(part))
-        parameters = {
-            f"k{number}_{position}": value
-            for number, key in enumerate(part)
-            for position, value in enumerate(key)
-        }
-        stored = await db.runner.read(_with_primary_keys(column), parameters)
-        rows += [column.row_type(*row) for row in stored]
-    return rows
-
-
-def _sized(*row: Any) -> tuple[tuple[Any, ...], int]:
-    *key, size = row
-    return tuple(key), size
-
-
 # --- statements ----------------------------------------------------------------------------------
 
 
@@ -338,31 +210,3 @@ def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     one: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
     return sa.func.substr(column, one, length, type_=sa.LargeBinary)
-
-
-@functools.cache
-def _with_primary_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
-    wanted = [
-        sa.and_(
-            *(
-                part == sa.bindparam(f"k{number}_{position}", type_=part.type)
-                for position, part in enumerate(column.key)
-            )
-        )
-        for number in range(_GROUP_SIZE)
-    ]
-    return sa.select(*column.table.c).where(sa.or_(*wanted))
-
-
-@functools.cache
-def _primary_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any]:
-    """Select the primary keys and lengths of a user's records whose header is not `current`."""
-    return (
-        sa.select(*column.key, sa.func.length(column.value))
-        .select_from(column.table.join(sessions, sessions.c.id == column.key[0]))
-        .where(
-            sessions.c.user_row == sa.bindparam("user_row"),
-            *Span(0, 0).conditions(sessions.c.id),
-            header_of(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
-        )
-    )

@@ -2,9 +2,11 @@
 
 import functools
 from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -17,26 +19,27 @@ from adk_secure_sessions.formats.records import (
     keep_packed,
     reject_flags,
     require_bytes,
+    split_id,
+    split_owner,
 )
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.decrypted_rows import (
-    EncryptedRecord,
     OwnerRow,
     app_name_of,
     header_of,
     owner_rows,
-    records_of_owner,
-    records_of_sessions,
-    rows_with_primary_keys,
+    sessions_of,
 )
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
+from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation, require_same
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta, writes
+from adk_secure_sessions.storage.pages import Span, grouped, pages
 from adk_secure_sessions.storage.schema import (
+    SEALED,
     SealedColumn,
     apps,
     data_keys,
@@ -46,6 +49,15 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+
+R = TypeVar("R", bound=tuple[Any, ...])
+
+_APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
+# One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
+# A record larger than `_GROUP_BYTES` is a group of its own.
+_GROUP_SIZE = 64
+_GROUP_BYTES = 4 * 1024 * 1024
+_SIZES = 1000  # how many pairs (primary key, length of the record) one statement reads
 
 
 @dataclass
@@ -121,6 +133,115 @@ async def rotate_data(
     return run.result
 
 
+# --- the records of one owner --------------------------------------------------------------------
+
+
+class _EncryptedRecord(NamedTuple):
+    """A stored record, still encrypted: its column, its row, and the ids for its context."""
+
+    column: SealedColumn[Any]
+    row: Any
+    ids: Sequence[str]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.column.key_of(self.row)
+
+    @property
+    def stored(self) -> Any:  # bytes, or any other type in a modified row of SQLite
+        return self.row[-1]
+
+    @property
+    def name(self) -> str:
+        """The row's primary key as text, for messages."""
+        return ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
+
+
+async def _records_of_owner(
+    db: Database, keys: StagedKeys, table: sa.Table, row: OwnerRow
+) -> list[_EncryptedRecord] | None:
+    """Return the records of the row and the version witness of an app or user.
+
+    *keys* are the owner's data keys.  Also make the newest key that the row names the current one
+    of *keys*.  Return None if the row does not exist any more.
+    """
+    column = _APPS if table is apps else _USERS
+    listed = await _rows_with_primary_keys(db, column, [(row.id,)])
+    if not listed:
+        return None
+    (stored,) = listed
+    with locating_errors(table.name, row.id):
+        ids = (app_name_of(row.app_name),)
+        plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
+        if table is users:
+            _, plaintext = split_id(plaintext)
+        _, key_ids, _ = split_owner(plaintext)
+        keys.choose_current(stored.tag, key_ids)
+    return [_EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
+
+
+async def _records_of_sessions(
+    db: Database, app_name: str, user_row: int, current: bytes, problems: Problems
+) -> AsyncIterator[list[_EncryptedRecord]]:
+    """Yield the records of a user's sessions in groups, each session before its events.
+
+    Snapshots and events whose header is *current* are skipped.
+    """
+    async for page in sessions_of(db, user_row):
+        ids_of: dict[int, Sequence[str]] = {}
+        records: list[_EncryptedRecord] = []
+        for session in page:
+            try:
+                ids_of[session.id] = session.require_ids()
+                records.append(_EncryptedRecord(_SESSIONS, session.columns, ids_of[session.id]))
+            except ROW_ERRORS as error:
+                problems.add_error(error, sessions.name, session.id)
+        tags = [record.row.tag for record in records]
+        yield records + await _witnesses(db, (app_name,), tags)
+        if not records:
+            continue
+        # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
+        span = Span(records[0].row.id - 1, records[-1].row.id)
+        parameters = {**span.parameters, "user_row": user_row, "current": current}
+        for column in (_SNAPSHOTS, _EVENTS):
+            query = _primary_keys_under_other_headers(column)
+            read, key = db.runner.read, column.key
+            async for sized in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
+                known = [row for row in sized if row[0] in ids_of]
+                for group in grouped(known, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
+                    keys = [row[:-1] for row in group]
+                    rows: list[Any] = await _rows_with_primary_keys(db, column, keys)
+                    yield [_EncryptedRecord(column, row, ids_of[row[0]]) for row in rows]
+
+
+async def _witnesses(
+    db: Database, ids: Sequence[str], tags: Iterable[bytes]
+) -> list[_EncryptedRecord]:
+    rows = await _rows_with_primary_keys(db, _WITNESSES, [(tag,) for tag in tags])
+    return [_EncryptedRecord(_WITNESSES, row, ids) for row in rows]
+
+
+async def _rows_with_primary_keys(
+    db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
+) -> list[R]:
+    rows: list[R] = []
+    for start in range(0, len(keys), _GROUP_SIZE):
+        part = list(keys[start : start + _GROUP_SIZE])
+        # The statement always has `_GROUP_SIZE` keys, so repeat the first key.
+        part += part[:1] * (_GROUP_SIZE - len(part))
+        parameters = {
+            f"k{number}_{position}": value
+            for number, key in enumerate(part)
+            for position, value in enumerate(key)
+        }
+        stored = await db.runner.read(_with_primary_keys(column), parameters)
+        rows += [column.row_type(*row) for row in stored]
+    return rows
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
 class DataRotationRun(Rotation):
     """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
 
@@ -167,10 +288,10 @@ class DataRotationRun(Rotation):
             await self._renew_key(app_name, tag, of_user=table is users)
         keys = await self._db.runner.load_data_keys(tag)
         try:
-            records = await records_of_owner(self._db, keys, table, row)
+            records = await _records_of_owner(self._db, keys, table, row)
         except UnknownKeyError:  # a service with another backend may have created the key since
             keys = await self._db.runner.load_data_keys(tag)
-            records = await records_of_owner(self._db, keys, table, row)
+            records = await _records_of_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
         if keys.current(tag) is None and not self._dry_run:
@@ -183,7 +304,7 @@ class DataRotationRun(Rotation):
         # key older than that of the session, so events appended later use the new data key.
         target = self._target(keys, tag)
         current = build_header(target.backend_id, target.id) if target else b""
-        async for records in records_of_sessions(
+        async for records in _records_of_sessions(
             self._db, app_name, row.id, current, self._problems
         ):
             await self._reencrypt(keys, tag, records)
@@ -217,7 +338,7 @@ class DataRotationRun(Rotation):
         return current if current.created_at >= self.result.since else None
 
     async def _reencrypt(
-        self, keys: StagedKeys, owner_tag: bytes, records: list[EncryptedRecord]
+        self, keys: StagedKeys, owner_tag: bytes, records: list[_EncryptedRecord]
     ) -> None:
         """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
 
@@ -227,7 +348,7 @@ class DataRotationRun(Rotation):
         target = self._target(keys, owner_tag)
         new_ids = (target.backend_id, target.id) if target else None
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
-        old: list[tuple[EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
+        old: list[tuple[_EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
             column = record.column
             try:
@@ -251,11 +372,11 @@ class DataRotationRun(Rotation):
         await self._db.runner.run_on_data(partial(_replace, changes))
         for column, replaced in changes.items():
             new = {record.key: sealed for record, sealed in replaced}
-            for row in await rows_with_primary_keys(self._db, column, list(new)):
+            for row in await _rows_with_primary_keys(self._db, column, list(new)):
                 self.result.reencrypted += row[-1] == new[column.key_of(row)]
 
     async def _is_of_new_key(
-        self, error: Exception, owner_tag: bytes, record: EncryptedRecord
+        self, error: Exception, owner_tag: bytes, record: _EncryptedRecord
     ) -> bool:
         """Return whether the key of *record* was created after the owner's keys were read.
 
@@ -296,7 +417,7 @@ def _plaintext(
 
 
 # The records to replace and the new ones, by column.
-_Replacements = dict[SealedColumn[Any], list[tuple[EncryptedRecord, bytes]]]
+_Replacements = dict[SealedColumn[Any], list[tuple[_EncryptedRecord, bytes]]]
 
 
 def _replace(changes: _Replacements, connection: sa.Connection) -> None:
@@ -307,6 +428,34 @@ def _replace(changes: _Replacements, connection: sa.Connection) -> None:
             version, header = column.version_of(record.row), record.stored[:HEADER_LENGTH]
             parameters.append({**values, "at_version": version, "at_header": header, "new": sealed})
         connection.execute(_replace_if_unchanged(column), parameters)
+
+
+@functools.cache
+def _with_primary_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
+    wanted = [
+        sa.and_(
+            *(
+                part == sa.bindparam(f"k{number}_{position}", type_=part.type)
+                for position, part in enumerate(column.key)
+            )
+        )
+        for number in range(_GROUP_SIZE)
+    ]
+    return sa.select(*column.table.c).where(sa.or_(*wanted))
+
+
+@functools.cache
+def _primary_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any]:
+    """Select the primary keys and lengths of a user's records whose header is not `current`."""
+    return (
+        sa.select(*column.key, sa.func.length(column.value))
+        .select_from(column.table.join(sessions, sessions.c.id == column.key[0]))
+        .where(
+            sessions.c.user_row == sa.bindparam("user_row"),
+            *Span(0, 0).conditions(sessions.c.id),
+            header_of(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
+        )
+    )
 
 
 @functools.cache
