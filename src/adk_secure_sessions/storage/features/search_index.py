@@ -58,14 +58,14 @@ class SearchIndex:
         """
         index_rows.check_key(key)
         identity = await self._runner.identify(app_name)
-        lookup = Lookup(await self._runner.keyring(), app_name, key, value)
+        page = FindPage(identity, options, await self._runner.keyring(), key, value)
         is_configured = key in self.state_keys  # then, perhaps the app has no sessions yet
         for declares in (False, True) if is_configured else (False,):
             if declares:
                 await self.declare_configured(app_name)
             if await self._feature.is_added():
                 try:
-                    return await self._runner.run(FindPage(identity, options, lookup))
+                    return await self._runner.run(page)
                 except NotIndexed:
                     pass
         raise ConfigurationError(
@@ -119,54 +119,51 @@ class NotIndexed(Exception):
     """The search index does not have all sessions with the key that a search asks for."""
 
 
-class Lookup:
-    """A search for the sessions whose state has a value, with the tags of the key and the value."""
+class FindPage(ListPage):
+    """Read a page of the sessions of an app whose state contains *key* with *value*, JSON.
 
-    def __init__(self, keyring: Keyring, app_name: str, key: str, value: object) -> None:
-        self.of_users: bool = key.startswith(USER_PREFIX)
-        self.key_tag: bytes = keyring.index_master.state_key(app_name, key)
-        self._canonical = canonical(value)
-        self.value_tag: bytes = keyring.index_master.state_value(app_name, key, self._canonical)
-        self._name = key.removeprefix(USER_PREFIX) if self.of_users else key
+    The index is not authenticated, so the state of each session that it lists is compared.
+    """
 
-    def matches(self, view: SessionWithStates) -> bool:
+    def __init__(
+        self, identity: Identity, options: PageOptions, keyring: Keyring, key: str, value: object
+    ) -> None:
+        super().__init__(identity, options)
+        self._of_users = key.startswith(USER_PREFIX)
+        self.found_by: sql.FoundBy | None = "user" if self._of_users else "session"
+        self._name = key.removeprefix(USER_PREFIX)
+        self._value = canonical(value)
+        app_name, master = identity.app_name, keyring.index_master
+        self._tags = {
+            "key_tag": master.state_key(app_name, key),
+            "value_tag": master.state_value(app_name, key, self._value),
+        }
+
+    def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
+        return super()._parameters(after, limit) | self._tags
+
+    async def _part(
+        self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
+    ) -> PageOfSessions:
+        page = await super()._part(attempt, executors, position, limit)
+        return page._replace(items=list(filter(self._matches, page.items)))
+
+    def _matches(self, view: SessionWithStates) -> bool:
         """Return whether the state has the value.
 
         Also True if the state is malformed: the caller then raises the error.
         """
         session = view.session
         states = (
-            [view.user_state] if self.of_users else [session.overlay, session.snapshot or b"{}"]
+            [view.user_state] if self._of_users else [session.overlay, session.snapshot or b"{}"]
         )
         try:
             for state in map(load_state, states):
                 if self._name in state:
-                    return canonical(state[self._name]) == self._canonical
+                    return canonical(state[self._name]) == self._value
         except DecryptionError:
             return True
         return False
-
-
-class FindPage(ListPage):
-    """Read a page of the sessions of an app whose state has the value of *lookup*.
-
-    The index is not authenticated, so the state of each session that it lists is compared.
-    """
-
-    def __init__(self, identity: Identity, options: PageOptions, lookup: Lookup) -> None:
-        super().__init__(identity, options)
-        self._lookup = lookup
-        self.found_by: sql.FoundBy | None = "user" if lookup.of_users else "session"
-
-    def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
-        tags = {"key_tag": self._lookup.key_tag, "value_tag": self._lookup.value_tag}
-        return super()._parameters(after, limit) | tags
-
-    async def _part(
-        self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
-    ) -> PageOfSessions:
-        page = await super()._part(attempt, executors, position, limit)
-        return page._replace(items=list(filter(self._lookup.matches, page.items)))
 
     def _check(self, attempt: Attempt, rows: QueryRows) -> None:
         master = attempt.keys.keyring.index_master
