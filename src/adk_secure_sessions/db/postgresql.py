@@ -22,6 +22,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -311,20 +312,16 @@ class _Pooler:
             options.setdefault("prepared_statement_name_func", lambda: f"aks_{uuid.uuid4().hex}")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _StatementRunner:
     """Runs the statements of one operation; *prepared* are those of the connection, by text."""
 
-    __slots__ = ("_driver", "_in_transaction", "_pooler", "_prepared", "_timeout", "has_timed_out")
-
-    def __init__(
-        self, driver: Any, prepared: dict[str, Any], pooler: _Pooler, read_timeout: float | None
-    ) -> None:
-        self._driver = driver
-        self._prepared = prepared
-        self._pooler = pooler
-        self._timeout = read_timeout
-        self._in_transaction = False
-        self.has_timed_out = False  # True once a statement has been interrupted
+    _driver: Any
+    _prepared: dict[str, Any]
+    _pooler: _Pooler
+    _timeout: float | None
+    _in_transaction: bool = False
+    has_timed_out: bool = False  # True once a statement has been interrupted
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         text, names = read_sql(query)

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -249,7 +250,7 @@ class SqliteExecutor:
         reads: bool = False,
         on_engine: bool = False,
     ) -> T:
-        job = Job(work, on_engine=on_engine, reads=reads)
+        job = Job(work, on_engine, reads)
         with _lock.lock:  # otherwise, `close` could end the thread before the job is queued
             if os.getpid() != self._pid:
                 if self._memory:
@@ -405,6 +406,7 @@ class FileIdentity:
 # --- Jobs and threads ----------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """A function that a thread runs, and a future for the task that awaits it in its event loop.
 
@@ -413,30 +415,18 @@ class Job:
     read.
     """
 
-    __slots__ = (
-        "_asyncio_future_blocking", "_claim", "error", "has_ended", "is_abandoned", "loop",
-        "on_engine", "reads", "value", "wakes", "work",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        work: "Callable[[WorkerThread, Any], Any]",
-        *,
-        on_engine: bool = False,
-        reads: bool = False,
-    ) -> None:
-        self.work: Callable[[WorkerThread, Any], Any] = work
-        self.on_engine: bool = on_engine  # `work` takes a SQLAlchemy connection
-        self.reads: bool = reads  # `work` writes nothing, so that it can be interrupted
-        self.is_abandoned: bool = False  # the caller of a read was cancelled
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.has_ended: bool = False
-        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        # The function that wakes the task which awaits this job, and its context.
-        self.wakes: tuple[Callable[[Job], object], Context] | None = None
-        self._claim = threading.Lock()
-        self._asyncio_future_blocking = False
+    work: "Callable[[WorkerThread, Any], Any]"
+    on_engine: bool  # `work` takes a SQLAlchemy connection
+    reads: bool  # `work` writes nothing, so that it can be interrupted
+    is_abandoned: bool = False  # the caller of a read was cancelled
+    value: Any = None
+    error: BaseException | None = None
+    has_ended: bool = False
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    # The function that wakes the task which awaits this job, and its context.
+    wakes: "tuple[Callable[[Job], object], Context] | None" = None
+    _claim: threading.Lock = field(default_factory=threading.Lock)
+    _asyncio_future_blocking: bool = False
 
     def take(self) -> bool:
         """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
@@ -642,13 +632,11 @@ class WorkerThread:
         return driver
 
     def transact(self, driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
-        """Run the steps of *transaction*, and return its result."""
         return run_steps(transaction(), partial(self.fetch, driver), partial(self._change, driver))
 
     def fetch(
         self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        """Return the rows of *query*."""
         text = sqlite_sql(query)
         return self.limited(lambda: driver.execute(text, parameters).fetchall())
 
