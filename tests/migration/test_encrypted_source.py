@@ -17,7 +17,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import compare, migrate
-from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.encrypted_source import EncryptedSource
 from adk_secure_sessions.migration.sources import (
     Selection,
     SessionContent,

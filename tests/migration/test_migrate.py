@@ -17,7 +17,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, purge, rotate_data, verify
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
-from adk_secure_sessions.migration.source_walk import Walk
+from adk_secure_sessions.migration.source_scan import Walk
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import query

@@ -16,7 +16,7 @@ from adk_secure_sessions import (
     generate_key,
 )
 from adk_secure_sessions.migration import compare, migrate
-from adk_secure_sessions.migration.services import ServiceSource
+from adk_secure_sessions.migration.service_source import ServiceSource
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.conformance import samples
 from tests.conformance.support import ADK

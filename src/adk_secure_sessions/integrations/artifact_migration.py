@@ -33,7 +33,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 )
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, init
-from adk_secure_sessions.migration.source_walk import Finding, Findings, Fingerprints, packed
+from adk_secure_sessions.migration.source_scan import Finding, Findings, Fingerprints, packed
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.collections import Collections

@@ -13,9 +13,9 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import lifetime_of, time_now
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.compare import differences
-from adk_secure_sessions.migration.encrypted import stored_content, stored_state
-from adk_secure_sessions.migration.source_walk import (
+from adk_secure_sessions.migration.comparison import differences
+from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
+from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
     GONE,
     TOO_LARGE,

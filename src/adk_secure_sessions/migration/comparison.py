@@ -11,8 +11,8 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.encrypted import stored_content, stored_state
-from adk_secure_sessions.migration.source_walk import (
+from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
+from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
     GONE,
     Finding,

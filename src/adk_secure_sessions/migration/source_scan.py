@@ -22,7 +22,7 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
 from adk_secure_sessions.maintenance.problems import CappedList
-from adk_secure_sessions.migration.encrypted import reason_of
+from adk_secure_sessions.migration.encrypted_source import reason_of
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,

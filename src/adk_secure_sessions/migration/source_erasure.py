@@ -13,8 +13,8 @@ from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states
-from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
-from adk_secure_sessions.migration.source_walk import encode_states, packed
+from adk_secure_sessions.migration.comparison import Comparison, ComparisonRun
+from adk_secure_sessions.migration.source_scan import encode_states, packed
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.results import Result, counter
 

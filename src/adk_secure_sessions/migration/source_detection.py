@@ -16,7 +16,7 @@ from adk_secure_sessions.keys.providers import read_environment, read_private_fi
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.encrypted import EncryptedSource
+from adk_secure_sessions.migration.encrypted_source import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import Source
 
