@@ -17,7 +17,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.maintenance import Database, purge, rotate_data, verify
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
-from adk_secure_sessions.migration.source_scan import Walk
+from adk_secure_sessions.migration.source_scan import SourceScan
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import query
@@ -275,14 +275,14 @@ async def test_gone_session_that_a_service_continues_meanwhile_is_neither_delete
     source = filled()
     await copy(source, file_url)
     source.remove("ada", "s0")
-    gone = Walk.gone
+    without_source = SourceScan.copies_without_source
 
-    async def continued_after(walk: Walk) -> AsyncIterator[Any]:
-        async for found in gone(walk):
+    async def continued_after(scan: SourceScan) -> AsyncIterator[Any]:
+        async for found in without_source(scan):
             await append(file_url, "ada", "s0")
             yield found
 
-    monkeypatch.setattr(Walk, "gone", continued_after)
+    monkeypatch.setattr(SourceScan, "copies_without_source", continued_after)
     assert (await copy(source, file_url, delete_gone=True)).gone == 0
     assert await stored(file_url, "ada", "s0") is not None
 

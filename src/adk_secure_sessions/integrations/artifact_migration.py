@@ -33,7 +33,8 @@ from adk_secure_sessions.integrations.artifact_versions import (
 )
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, init
-from adk_secure_sessions.migration.source_scan import Finding, Findings, Fingerprints, packed
+from adk_secure_sessions.migration.findings import Finding, Findings
+from adk_secure_sessions.migration.source_scan import DigestSet
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.collections import Collections
@@ -145,7 +146,7 @@ async def migrate_artifacts(
         result.deleted = result.equal + result.erased
     elif action == "erase-source" and result.succeeded:
         async for one in source.artifacts():
-            if one.problem is None and packed(*one.stamp) in run.finished:
+            if one.problem is None and one.stamp in run.finished:
                 await source.delete(one)
                 result.deleted += 1
             else:
@@ -166,7 +167,7 @@ class _ArtifactRun:
     findings: Findings
     is_new: bool
     result: ArtifactMigration = field(default_factory=ArtifactMigration)
-    finished: Fingerprints = field(default_factory=Fingerprints)  # equal, or of erased users
+    finished: DigestSet = field(default_factory=DigestSet)  # equal, or of erased users
 
     async def visit(self, one: SourceArtifact) -> None:
         try:
@@ -181,7 +182,7 @@ class _ArtifactRun:
             counter, reason = "bad", "a value exceeds a limit"
         setattr(self.result, counter, getattr(self.result, counter) + 1)
         if not reason:
-            self.finished.add(packed(*one.stamp))
+            self.finished.add(one.stamp)
             return
         tag, name = b"", collection_name(one.session_id, one.filename)
         if not self.is_new:

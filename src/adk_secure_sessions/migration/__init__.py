@@ -27,6 +27,7 @@ from adk_secure_sessions.migration.export import export_to_adk as export_to_adk
 from adk_secure_sessions.migration.fallback import (
     PlaintextFallbackService as PlaintextFallbackService,
 )
+from adk_secure_sessions.migration.findings import Finding as Finding
 from adk_secure_sessions.migration.package_1x import Package1x as Package1x
 from adk_secure_sessions.migration.service_source import ServiceSource as ServiceSource
 from adk_secure_sessions.migration.session_copy import Migration as Migration
@@ -34,6 +35,5 @@ from adk_secure_sessions.migration.session_copy import migrate as migrate
 from adk_secure_sessions.migration.source_detection import open_source as open_source
 from adk_secure_sessions.migration.source_erasure import SourceErasure as SourceErasure
 from adk_secure_sessions.migration.source_erasure import erase_source as erase_source
-from adk_secure_sessions.migration.source_scan import Finding as Finding
 from adk_secure_sessions.migration.sources import Selection as Selection
 from adk_secure_sessions.migration.sources import Source as Source

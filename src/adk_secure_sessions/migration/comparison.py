@@ -12,16 +12,14 @@ from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
+from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
     GONE,
-    Finding,
-    Findings,
-    Fingerprints,
+    DigestSet,
     SessionItem,
+    SourceScan,
     StateItem,
-    Walk,
-    packed,
     undecryptable,
 )
 from adk_secure_sessions.migration.sources import (
@@ -107,15 +105,15 @@ async def compare(
 
 
 class ComparisonRun:
-    """One run of `compare`; *equal_states* has the ids and the JSON of each equal state."""
+    """One run of `compare`; *equal_states* has the ids of each equal state, with its JSON."""
 
-    walk: Walk
+    scan: SourceScan
     _meter: Meter
 
     def __init__(
         self, source: Source, db: Database, selection: Selection, *, show_ids: bool
     ) -> None:
-        self.equal_states: Fingerprints = Fingerprints()
+        self.equal_states: DigestSet = DigestSet()
         self._source, self._db = source, db
         self._selection = selection
         self._findings = Findings(with_ids=show_ids)
@@ -125,18 +123,18 @@ class ComparisonRun:
         """Compare everything; if *stores_mark* is True, store or remove the mark."""
         began = time.monotonic()
         db, result = self._db, self._result
-        self.walk = Walk(self._source, db, (await db.keyring()).index_master, self._selection)
+        self.scan = SourceScan(self._source, db, (await db.keyring()).index_master, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
-        async for sessions in self.walk.sessions():
+        async for sessions in self.scan.sessions():
             await in_groups(_READS_AT_ONCE, self._compare, sessions)
-        async for batch in self.walk.states():
+        async for batch in self.scan.states():
             for state in batch:
                 await self._compare_state(state)
-        async for changed in self.walk.changed_or_new():
+        async for changed in self.scan.changed_or_new():
             result.changed += 1
-            tag = self.walk.tag(changed.ids, has_ids=changed.has_ids)
+            tag = self.scan.tag(changed.ids, has_ids=changed.has_ids)
             self._findings.add(tag, _OLDER, *changed.ids)
-        async for ids, tag, copy in self.walk.gone():
+        async for ids, tag, copy in self.scan.copies_without_source():
             if isinstance(copy, Unreadable):
                 result.different += 1
                 self._findings.add(tag, copy.reason, *ids)
@@ -159,7 +157,7 @@ class ComparisonRun:
         reason = await self._reason(item)
         if reason and not isinstance(item.content, Unreadable):
             # A service or another run may have written meanwhile: compare once more.
-            again = await self.walk.read_again(item)
+            again = await self.scan.read_again(item)
             if again is None:
                 return
             item, reason = again, await self._reason(again)
@@ -211,12 +209,12 @@ class ComparisonRun:
             return
         assert content is not None
         if reason := await self._state_reason(item, content):
-            reason = await self._state_reason(await self.walk.state_read_again(item), content)
+            reason = await self._state_reason(await self.scan.state_read_again(item), content)
         if reason:
             self._result.different += 1
             self._findings.add(item.tag, reason, *item.ids)
         else:
-            self.equal_states.add(packed(*item.ids) + content)
+            self.equal_states.add((*item.ids, content))
 
     async def _state_reason(self, item: StateItem, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""

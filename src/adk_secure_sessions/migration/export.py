@@ -18,7 +18,8 @@ from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource, reason_of, stored_state
-from adk_secure_sessions.migration.source_scan import Finding, Findings, Stop, encode_states
+from adk_secure_sessions.migration.findings import Finding, Findings, Stop
+from adk_secure_sessions.migration.source_scan import encode_states
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,

@@ -15,17 +15,15 @@ from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.comparison import differences
 from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
+from adk_secure_sessions.migration.findings import Finding, Findings, Stop
 from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
     GONE,
     TOO_LARGE,
-    Finding,
-    Findings,
     SessionItem,
     SourceItem,
+    SourceScan,
     StateItem,
-    Stop,
-    Walk,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
@@ -159,7 +157,7 @@ async def migrate(
     result = Migration(deleted_gone=delete_gone)
     run = _MigrationRun(
         result,
-        Walk(source, db, index, selection, _READ_STATUSES),
+        SourceScan(source, db, index, selection, _READ_STATUSES),
         db,
         Findings(with_ids=show_ids),
         Meter(progress, number, None),
@@ -184,7 +182,7 @@ class _MigrationRun:
     """One run of `migrate`.  In a dry run, *writes* is False, and the target may have no keys."""
 
     result: Migration
-    walk: Walk
+    scan: SourceScan
     target: Database
     findings: Findings
     meter: Meter
@@ -196,12 +194,12 @@ class _MigrationRun:
 
     async def copy(self) -> None:
         number = _IMPORTS_AT_ONCE
-        if self.walk.index is not None:
+        if self.scan.index is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
             dialect = await self.target.runner.run_on_data(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
-        async for sessions in self.walk.sessions():
+        async for sessions in self.scan.sessions():
             # The first session of each app and of each user is copied before the others.  Imports
             # that create an owner's data key at the same time would store all their keys in a key
             # database, and use only one.
@@ -211,7 +209,7 @@ class _MigrationRun:
                 await in_groups(number, self._copy_session, [due.pop(ids) for ids in first])
             others = [item for item in sessions if not isinstance(item.content, SessionContent)]
             await in_groups(number, self._copy_session, [*due.values(), *others])
-        async for batch in self.walk.states():
+        async for batch in self.scan.states():
             await in_groups(number, self._copy_state, batch)
 
     async def _copy_session(self, item: SessionItem) -> None:
@@ -291,13 +289,13 @@ class _MigrationRun:
                 status = await self.target.imports.import_state(
                     item.ids, item.content, replace=not self.is_erased
                 )
-            elif self.walk.index is not None:
+            elif self.scan.index is not None:
                 status = await self._expected(item, item.content)
             self._report_if_conflict(item, status)
             self.result.states += status.is_due
 
     async def _expected(self, item: StateItem, state: bytes) -> ImportStatus:
-        """Return what `import_state` would return.  It compares states and not versions."""
+        """Return what `import_state` would return: like it, compare states and not versions."""
         stored = await stored_state(self.target, *item.ids)
         if item.status is ImportStatus.NEW:
             is_same = json_text.same_json(*map(json_text.load_state, (state, stored)))
@@ -319,23 +317,23 @@ class _MigrationRun:
 
         This also finds the copies for `report_gone`.
         """
-        async for _ in self.walk.changed_or_new():
+        async for _ in self.scan.changed_or_new():
             self.result.behind += 1
 
     async def report_gone(self, *, delete: bool) -> None:
         """List the copied sessions that the source no longer has; with *delete*, delete them."""
-        if delete and self.walk.has_unknown_ids:
+        if delete and self.scan.has_unknown_ids:
             raise ConfigurationError(
                 "the source has sessions whose ids cannot be decrypted, so any copy may be a copy "
                 "of them: nothing was deleted; check the root keys and the backends of the source, "
                 "or omit --delete-gone (delete_gone)"
             )
-        async for ids, tag, copy in self.walk.gone():
+        async for ids, tag, copy in self.scan.copies_without_source():
             if isinstance(copy, Unreadable):
                 self.result.bad += 1
                 self.findings.add(tag, copy.reason, *ids)
                 continue
-            if delete and not self.walk.listed_versions:
+            if delete and not self.scan.listed_versions:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"

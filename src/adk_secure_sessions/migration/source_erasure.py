@@ -14,7 +14,7 @@ from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states
 from adk_secure_sessions.migration.comparison import Comparison, ComparisonRun
-from adk_secure_sessions.migration.source_scan import encode_states, packed
+from adk_secure_sessions.migration.source_scan import encode_states
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.results import Result, counter
 
@@ -139,10 +139,10 @@ def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connec
     """Lock the tables, and return whether all sessions and states were compared in this version."""
     with dialect_of(connection).decoding(connection, bytes):
         queries.lock(connection)
-        if not all(map(run.walk.has_visited, queries.session_versions(connection))):
+        if not all(map(run.scan.has_visited, queries.session_versions(connection))):
             return False
         for rows in queries.all_states(connection):
             for ids, state in encode_states(convert_states(queries, rows)).items():
-                if isinstance(state, Unreadable) or packed(*ids) + state not in run.equal_states:
+                if isinstance(state, Unreadable) or (*ids, state) not in run.equal_states:
                     return False
         return True

@@ -1,17 +1,13 @@
-"""One walk over the sessions and states of a source, each with its status in the target.
-
-`migrate` and `compare` visit the items that a `Walk` yields; `Findings` lists some of them.
-"""
+"""The sessions and states of a source, each with its status in the target."""
 
 import functools
 import secrets
-import time
 from array import array
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 
@@ -21,7 +17,6 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
-from adk_secure_sessions.maintenance.problems import CappedList
 from adk_secure_sessions.migration.encrypted_source import reason_of
 from adk_secure_sessions.migration.sources import (
     Ids,
@@ -47,10 +42,6 @@ CONFLICTS = {
 GONE = "it was copied before, and this source does not have it"
 
 
-class Stop(Exception):
-    """A session or state cannot be copied or exported, and `skip_bad` is False."""
-
-
 @dataclass(frozen=True, slots=True)
 class SourceItem(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
@@ -72,8 +63,8 @@ StateItem = SourceItem[bytes]
 
 
 @dataclass(repr=False, eq=False)
-class Walk:
-    """Yields the sessions of a source, its states, and what has changed in it during the walk.
+class SourceScan:
+    """Yields the sessions of a source, its states, and what has changed in it during the scan.
 
     *index* computes the blind indexes of the target; if it is None, the target has no keys yet, and
     everything is new.  Only sessions with a status in *wanted* are read.
@@ -90,29 +81,29 @@ class Walk:
     wanted: Collection[ImportStatus] = tuple(ImportStatus)
 
     def __post_init__(self) -> None:
-        self.listed_versions: Fingerprints = Fingerprints()
-        self._tags = Fingerprints()  # of the sessions that were listed first
+        self.listed_versions: DigestSet = DigestSet()
+        self._tags = DigestSet()  # of the sessions that were listed first
         # Versions that were listed but had no content when they were read.  If such a version is
         # listed again, for example by a replica that lagged behind, it has not been visited.
-        self._unread: set[bytes] = set()
-        self._unlisted_copies: dict[bytes, int] = {}
+        self._unread: set[SourceSession] = set()
+        self._unseen_copies: dict[bytes, int] = {}
         # The apps whose copies may be gone.  The copies of other apps are those of another source.
         self._app_names = {self.selection.app_name} - {None}
         # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
         self.has_unknown_ids: bool = False
 
     def tag(self, ids: Ids, *, has_ids: bool = True) -> bytes:
-        """Return the blind index in the target; empty if it has no keys, or *ids* are no ids."""
+        """Return the blind index; empty if the target has no keys, or if *has_ids* is False."""
         return self.index.tag_of(*ids) if self.index and has_ids else b""
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._listed():
             for session in listed:
-                self.listed_versions.add(packed(*session))
+                self.listed_versions.add(session)
             items = await self._session_items(listed)
             for item in items:
-                self._tags.add(item.tag)
+                self._tags.add((item.tag,))
             if left := [item for item in items if item.status not in self.wanted]:
                 yield left
             if read := await self._with_contents([p for p in items if p.status in self.wanted]):
@@ -142,36 +133,35 @@ class Walk:
         return (await self._state_items({item.ids: item.content}))[0]
 
     def has_visited(self, session: SourceSession) -> bool:
-        """Return whether the walk has yielded this version of a session."""
-        version = packed(*session)
-        return version in self.listed_versions and version not in self._unread
+        """Return whether the scan has yielded this version of a session."""
+        return session in self.listed_versions and session not in self._unread
 
     async def changed_or_new(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
-        await self._find_unlisted_copies()
+        await self._find_unseen_copies()
         async for listed in self._listed():
             for session in listed:
-                if self._unlisted_copies:
-                    self._unlisted_copies.pop(self.tag(session.ids), None)
+                if self._unseen_copies:
+                    self._unseen_copies.pop(self.tag(session.ids), None)
                 if not self.has_visited(session):
                     yield session
 
-    async def gone(
+    async def copies_without_source(
         self,
     ) -> AsyncIterator[tuple[tuple[str, str, str], bytes, MigratedRow | Unreadable]]:
-        """Yield the ids and tags of copied sessions that the source no longer has, and the copies.
+        """Yield each copy whose session the source no longer lists: its ids, its tag, its row.
 
-        Sessions of apps that the source does not have are left out: they may be copies of another
-        source.  Without any app, the source is perhaps the wrong one, and all are gone.  Sessions
-        that were continued in the target, or have expired there, are also left out: the source may
-        not list an expired session.  No session is gone with `since`, after a comparison has
-        ended the migration, or if ids of the source cannot be decrypted.  If the target cannot
-        decrypt the ids of a copy, the session id is replaced by the table and row.
+        Only copies of apps that the source has now count.  If it has none and reads all apps, the
+        copies of every app count, and the caller decides whether it is the wrong source.  Copies
+        that were continued or have expired are left out: the source may not list an expired
+        session.  Nothing is yielded with `since`, after a comparison has ended the migration, or
+        if ids of the source cannot be decrypted.  If the target cannot decrypt the ids of a copy,
+        the table and row take the place of the session id.
         """
         has_apps = bool(self._app_names)
         if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
             return
-        for tag, row in self._unlisted_copies.items():
+        for tag, row in self._unseen_copies.items():
             for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids_or_error, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
@@ -186,7 +176,7 @@ class Walk:
                 if copy and copy.is_untouched:
                     yield ids, tag, copy.row
 
-    async def _find_unlisted_copies(self) -> None:
+    async def _find_unseen_copies(self) -> None:
         """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
         target, app_name = self.target, self.selection.app_name
         if self.index is None or self.selection.since is not None:
@@ -205,8 +195,8 @@ class Walk:
             for tag, row in rows:
                 # SQLite stores any type in any column, so a modified tag may have another type.
                 known = tag if isinstance(tag, bytes) else b""
-                if known not in self._tags:
-                    self._unlisted_copies[known] = row
+                if (known,) not in self._tags:
+                    self._unseen_copies[known] = row
 
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index is None:
@@ -252,7 +242,7 @@ class Walk:
             if content is not None:
                 filled.append(replace(item, content=content))
             elif item.session is not None:
-                self._unread.add(packed(*item.session))
+                self._unread.add(item.session)
         return filled
 
 
@@ -289,10 +279,10 @@ def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
     return encoded
 
 
-class Fingerprints:
-    """A set of byte strings that needs 8 bytes of memory for each: a hash with a random key.
+class DigestSet:
+    """A set of tuples of texts or bytes, each of which takes 8 bytes: a hash with a random key.
 
-    Another string is wrongly found in it with a probability of 2^-64 for each element.
+    Another tuple is wrongly found in it with a probability of 2^-64 for each element.
     """
 
     def __init__(self) -> None:
@@ -303,73 +293,21 @@ class Fingerprints:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def add(self, data: bytes) -> None:
-        self._numbers.append(self._number(data))
+    def add(self, element: tuple[str | bytes, ...]) -> None:
+        self._numbers.append(self._number(element))
         self._is_sorted = False
 
-    def __contains__(self, data: bytes) -> bool:
+    def __contains__(self, element: tuple[str | bytes, ...]) -> bool:
         if not self._is_sorted:
             self._numbers = array("Q", sorted(self._numbers))
             self._is_sorted = True
-        number = self._number(data)
+        number = self._number(element)
         at = bisect_left(self._numbers, number)
         return at < len(self._numbers) and self._numbers[at] == number
 
-    def _number(self, data: bytes) -> int:
-        return int.from_bytes(blake2b(data, key=self._key, digest_size=8).digest(), "big")
-
-
-def packed(*texts: str) -> bytes:
-    """Encode *texts* as bytes.  Different lists of texts have different encodings."""
-    encoded = [encode_text(text) for text in texts]
-    return b"".join(len(data).to_bytes(8, "big") + data for data in encoded)
-
-
-class Finding(NamedTuple):
-    """A session, the state of a user or an app, or an artifact, that needs attention.
-
-    Attributes:
-        kind: `session`, `user`, `app` or `artifact`.
-        tag: The blind index, in hexadecimal, in the target or, of an export, in the database that
-            is read; empty if the target has no keys yet, or if the ids cannot be decrypted.
-        reason: What was found, without content.
-        app_name: The app; None unless readable ids were requested.
-        user_id: The user; None for an app, or unless readable ids were requested.
-        session_id: The session; None for a user, an app or an artifact of a user, or unless
-            readable ids were requested.
-        filename: The name of an artifact; None otherwise, or unless readable ids were requested.
-    """
-
-    kind: str
-    tag: str
-    reason: str
-    app_name: str | None = None
-    user_id: str | None = None
-    session_id: str | None = None
-    filename: str | None = None
-
-    def __repr__(self) -> str:  # without the ids
-        return f"<{self.kind} {self.tag}: {self.reason}>"
-
-    @property
-    def line(self) -> str:
-        ids = ", ".join(repr(name) for name in self[3:] if name is not None)
-        return f"{self.kind} {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.reason}"
-
-
-class Findings(CappedList[Finding]):
-    """Counts the findings of a run, and keeps the first 1000; *with_ids* keeps readable ids."""
-
-    def __init__(self, *, with_ids: bool) -> None:
-        super().__init__()
-        self._with_ids = with_ids
-
-    def write_to(self, result: T, began: float) -> T:
-        """Set the fields `findings` and `seconds` of *result*, and return it."""
-        vars(result).update(findings=tuple(self.items), seconds=time.monotonic() - began)
-        return result
-
-    def add(self, tag: bytes, reason: str, *ids: str | None) -> None:
-        """Add a finding; *ids* are the app, the user, the session and the name, or fewer."""
-        kind = ("app", "user", "session", "artifact")[len(ids) - 1]
-        self.append(Finding(kind, tag.hex(), reason, *(ids if self._with_ids else ())))
+    def _number(self, element: tuple[str | bytes, ...]) -> int:
+        digest = blake2b(key=self._key, digest_size=8)
+        for part in element:
+            data = part if isinstance(part, bytes) else encode_text(part)
+            digest.update(len(data).to_bytes(8, "big") + data)
+        return int.from_bytes(digest.digest(), "big")
