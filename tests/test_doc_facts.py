@@ -219,7 +219,7 @@ DANGERS = [
     ("maintenance.separate.separate", "only on a copy"),
     ("migration.PlaintextFallbackService", "forge sessions"),
     ("migration.open_source", "do not authenticate"),
-    ("migration.source_erasure.erase_source", "deletes the plaintext"),
+    ("migration.erase_source", "deletes the plaintext"),
     ("migration.export_lines", "plaintext"),
     ("migration.export_to_adk", "plaintext"),
 ]
