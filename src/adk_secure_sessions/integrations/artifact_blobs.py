@@ -19,8 +19,8 @@ from adk_secure_sessions.integrations.artifact_versions import Version, scope_an
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
-from adk_secure_sessions.maintenance.decrypted_rows import SessionIds, sessions_with_ids
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems, reject_orphans
+from adk_secure_sessions.maintenance.row_scan import SessionIds, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
@@ -248,11 +248,11 @@ async def artifacts_of(
     Add all rows that cannot be decrypted to *problems*: they may belong to artifacts.
     """
     collections = Collections(db.runner)
-    async for page in sessions_with_ids(db):
+    async for page in scan_sessions(db):
         for stored in page:
             try:
                 ids = stored.require_ids()
-                if not stored.columns.is_collection or scope_and_name(ids.session_id) is None:
+                if not stored.row.is_collection or scope_and_name(ids.session_id) is None:
                     continue
                 collection = await collections.get(ids)
                 if collection is None:

@@ -18,13 +18,9 @@ from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    all_data_keys,
-    header_of,
-    read_owner_with_tag,
-)
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
+from adk_secure_sessions.maintenance.row_scan import header_of, read_owner_with_tag, scan_data_keys
 from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -139,7 +135,7 @@ async def count_records(
 async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...]:
     """Count data keys by backend and by data master; *meter* counts the rows."""
     counts: Counter[tuple[int, int | None]] = Counter()
-    async for keys in all_data_keys(db):
+    async for keys in scan_data_keys(db):
         for key in keys:
             _, master_id = header_ids(key.wrapped) or (None, None)
             counts[key.backend_id, master_id] += 1

@@ -14,9 +14,9 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import header_of
+from adk_secure_sessions.maintenance.deleted_bytes import clear_deleted_bytes
 from adk_secure_sessions.maintenance.inspection import rows_with_tag
-from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
+from adk_secure_sessions.maintenance.row_scan import header_of
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user

@@ -9,7 +9,7 @@ from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import header_ids
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import header_of
+from adk_secure_sessions.maintenance.row_scan import header_of
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,

@@ -14,13 +14,6 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.json_text import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    OwnerRow,
-    SessionWithIds,
-    owner_rows,
-    read_owner,
-    sessions_with_ids,
-)
 from adk_secure_sessions.maintenance.problems import (
     ROW_ERRORS,
     Problem,
@@ -28,6 +21,13 @@ from adk_secure_sessions.maintenance.problems import (
     orphaned_in_index,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.row_scan import (
+    OwnerRow,
+    ScannedSession,
+    read_owner,
+    scan_owners,
+    scan_sessions,
+)
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.index_rows import check_key
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
@@ -105,8 +105,8 @@ async def fill_index(
     total = await count_rows(db, sessions, *([users] if of_users else []))
     run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
     if of_users:
-        await run.fill(users, owner_rows(db, users))
-    await run.fill(sessions, sessions_with_ids(db))
+        await run.fill(users, scan_owners(db, users))
+    await run.fill(sessions, scan_sessions(db))
     result = run.result
     app_tag = (await db.runner.identify(app_name)).app_tag
     result.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
@@ -191,10 +191,10 @@ class _Filler:
             return None
         return await self._db.runner.identify(self._app_name, decrypted[1].user_id)
 
-    async def _session(self, stored: SessionWithIds) -> Identity | None:
+    async def _session(self, stored: ScannedSession) -> Identity | None:
         """Return the identity of a session; None for a collection, or a session of another app."""
         ids = stored.require_ids()
-        is_wanted = ids.app_name == self._app_name and not stored.columns.is_collection
+        is_wanted = ids.app_name == self._app_name and not stored.row.is_collection
         return await self._db.runner.identify(*ids) if is_wanted else None
 
 

@@ -14,14 +14,14 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.counts import clamped_sum, number_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    SessionIds,
-    SessionWithIds,
-    owner_rows,
-    read_owner,
-    sessions_with_ids,
-)
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
+from adk_secure_sessions.maintenance.row_scan import (
+    ScannedSession,
+    SessionIds,
+    read_owner,
+    scan_owners,
+    scan_sessions,
+)
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
@@ -93,7 +93,7 @@ class EncryptedSource(Source):
         return int(number)
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
-        async for page in sessions_with_ids(self._db):
+        async for page in scan_sessions(self._db):
             wanted = [session for session in page if _is_wanted(session, selection)]
             if not wanted:
                 continue
@@ -114,7 +114,7 @@ class EncryptedSource(Source):
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
         for table in (users, apps):
-            async for rows in owner_rows(self._db, table):
+            async for rows in scan_owners(self._db, table):
                 states: dict[Ids, JsonObject | Unreadable] = {}
                 for row in rows:
                     try:
@@ -152,22 +152,22 @@ class EncryptedSource(Source):
         return sizes
 
 
-def _is_wanted(session: SessionWithIds, selection: Selection) -> bool:
+def _is_wanted(session: ScannedSession, selection: Selection) -> bool:
     ids = session.ids_or_error
     if isinstance(ids, Exception):
         return True
-    if session.columns.is_collection or session.columns.expires_at <= time_now():
+    if session.row.is_collection or session.row.expires_at <= time_now():
         return False
-    is_recent = selection.since is None or session.columns.updated_at >= selection.since
+    is_recent = selection.since is None or session.row.updated_at >= selection.since
     return is_recent and selection.app_name in (None, ids.app_name)
 
 
-def _source_session(session: SessionWithIds) -> SourceSession:
+def _source_session(session: ScannedSession) -> SourceSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
     if isinstance(ids, Exception):
         return SourceSession("", "", name, "", reason_of(ids))
     # Each change of a session increases its revision; one that is created again has another row id.
-    return SourceSession(*ids, f"{session.id}.{session.columns.revision}")
+    return SourceSession(*ids, f"{session.id}.{session.row.revision}")
 
 
 async def _content(db: Database, session: SourceSession) -> SessionContent | Unreadable | None:

@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.maintenance.decrypted_rows import sessions_in_rows
+from adk_secure_sessions.maintenance.row_scan import sessions_in_rows
 from adk_secure_sessions.migration.encrypted_source import reason_of
 from adk_secure_sessions.migration.sources import (
     Ids,
@@ -168,9 +168,9 @@ class SourceScan:
                     yield ids, tag, Unreadable(undecryptable(found.ids_or_error))
                     continue
                 ids = found.ids_or_error
-                has_expired = found.columns.expires_at <= time_now()
+                has_expired = found.row.expires_at <= time_now()
                 is_others = has_apps and ids[0] not in self._app_names
-                if found.columns.tag != tag or has_expired or is_others:
+                if found.row.tag != tag or has_expired or is_others:
                     continue
                 copy = (await self.target.imports.rows_for([ids])).get(ids)
                 if copy and copy.is_untouched:

@@ -25,16 +25,16 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    OwnerRow,
-    app_name_of,
-    header_of,
-    owner_rows,
-    sessions_of,
-)
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation, require_same
+from adk_secure_sessions.maintenance.row_scan import (
+    OwnerRow,
+    app_name_of,
+    header_of,
+    scan_owners,
+    scan_sessions_of_user,
+)
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta, writes
 from adk_secure_sessions.storage.pages import Span, grouped, pages
@@ -187,13 +187,13 @@ async def _records_of_sessions(
 
     Snapshots and events whose header is *current* are skipped.
     """
-    async for page in sessions_of(db, user_row):
+    async for page in scan_sessions_of_user(db, user_row):
         ids_of: dict[int, Sequence[str]] = {}
         records: list[_EncryptedRecord] = []
         for session in page:
             try:
                 ids_of[session.id] = session.require_ids()
-                records.append(_EncryptedRecord(_SESSIONS, session.columns, ids_of[session.id]))
+                records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
             except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, session.id)
         tags = [record.row.tag for record in records]
@@ -271,7 +271,7 @@ class DataRotationRun(Rotation):
     async def _replace_old_keys(self) -> bool:
         before = self.result.reencrypted
         for table in (apps, users):
-            async for page in owner_rows(self._db, table):
+            async for page in scan_owners(self._db, table):
                 for row in page:
                     try:
                         await self._rotate_owner(table, row)

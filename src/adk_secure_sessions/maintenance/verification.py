@@ -16,14 +16,6 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit_commands import UNLISTED_TRAIL
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    OwnerRow,
-    SessionWithIds,
-    all_data_keys,
-    owner_rows,
-    read_owner,
-    sessions_with_ids,
-)
 from adk_secure_sessions.maintenance.problems import (
     ROW_ERRORS,
     Problem,
@@ -32,6 +24,14 @@ from adk_secure_sessions.maintenance.problems import (
     unlisted_detail,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.row_scan import (
+    OwnerRow,
+    ScannedSession,
+    read_owner,
+    scan_data_keys,
+    scan_owners,
+    scan_sessions,
+)
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import meta, reads
 from adk_secure_sessions.storage.features.imports import ImportMacs
@@ -123,7 +123,7 @@ async def verify(
     if indexed.name in of_features:
         await run.check_marks()
     await run.check_owners()
-    async for page in sessions_with_ids(db):
+    async for page in scan_sessions(db):
         for stored in page:
             await run.check_session(stored)
     if imports:
@@ -182,7 +182,7 @@ class _Verifier:
 
     async def check_owners(self) -> None:
         for table in (apps, users):
-            async for rows in owner_rows(self._db, table):
+            async for rows in scan_owners(self._db, table):
                 for row in rows:
                     await self._check_owner(table, row)
                     await self._meter.advance()
@@ -264,14 +264,14 @@ class _Verifier:
         except ROW_ERRORS:
             return False
 
-    async def check_session(self, stored: SessionWithIds) -> None:
+    async def check_session(self, stored: ScannedSession) -> None:
         rows = 1
         try:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
-            is_collection = stored.columns.is_collection
+            is_collection = stored.row.is_collection
             identity = await self._db.runner.identify(*stored.require_ids(), is_collection)
-            if identity.session_tag != stored.columns.tag:
+            if identity.session_tag != stored.row.tag:
                 kind = "collection" if is_collection else "session"
                 raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
             is_memory = is_collection and identity.session_id == memory_items.COLLECTION_NAME
@@ -326,7 +326,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     detail = "its owner's row was removed"
     if db.runner.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
-    async for rows in all_data_keys(db):
+    async for rows in scan_data_keys(db):
         for row in rows:
             try:
                 unwrap_data_key(row, keyring)

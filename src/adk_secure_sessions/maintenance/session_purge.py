@@ -11,13 +11,9 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.maintenance.counts import number_of
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    SESSION_ROWS,
-    SessionIds,
-    sessions_with_ids,
-)
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, SessionIds, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.schema import IS_COLLECTION, StoredSession, sessions
@@ -91,7 +87,7 @@ async def purge(
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     result = Purge(before=before)
-    async for page in sessions_with_ids(db, _DUE_SESSIONS, **times):
+    async for page in scan_sessions(db, _DUE_SESSIONS, **times):
         for stored in page:
             await meter.advance()
             try:

@@ -24,7 +24,6 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import all_data_keys
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import (
@@ -34,6 +33,7 @@ from adk_secure_sessions.maintenance.rotation import (
     authentic_masters,
     require_same,
 )
+from adk_secure_sessions.maintenance.row_scan import scan_data_keys
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.pages import Span
@@ -144,7 +144,7 @@ class _MasterRotationRun(Rotation):
         before = self.result.rotated
         keyring = await self._db.keyring()
         current = (WRAP_BACKEND_ID, self.result.master_id)
-        async for rows in all_data_keys(self._db):
+        async for rows in scan_data_keys(self._db):
             await self._wrap([row for row in rows if header_ids(row.wrapped) != current], keyring)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()

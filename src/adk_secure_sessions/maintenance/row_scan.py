@@ -36,15 +36,15 @@ class SessionIds(NamedTuple):
     session_id: str
 
 
-class SessionWithIds(NamedTuple):
+class ScannedSession(NamedTuple):
     """A row of `secure_sessions`, and its decrypted ids or, if it is not authentic, the error."""
 
-    columns: SessionRow
+    row: SessionRow
     ids_or_error: SessionIds | Exception
 
     @property
     def id(self) -> int:
-        return self.columns.id
+        return self.row.id
 
     def require_ids(self) -> SessionIds:
         """Return the ids, or raise the error that decrypting them raised."""
@@ -53,9 +53,9 @@ class SessionWithIds(NamedTuple):
         return self.ids_or_error
 
 
-async def sessions_with_ids(
+async def scan_sessions(
     db: Database, query: sa.Select[Any] | None = None, **parameters: object
-) -> AsyncIterator[list[SessionWithIds]]:
+) -> AsyncIterator[list[ScannedSession]]:
     """Yield sessions and collections in pages, each with its decrypted ids or an error.
 
     If ids were decrypted, the row is authentic.  The events, the snapshot and the version witness
@@ -68,12 +68,12 @@ async def sessions_with_ids(
         yield await _with_ids(db, rows)
 
 
-def sessions_of(db: Database, user_row: int) -> AsyncIterator[list[SessionWithIds]]:
-    return sessions_with_ids(db, _OF_USER, user_row=user_row)
+def scan_sessions_of_user(db: Database, user_row: int) -> AsyncIterator[list[ScannedSession]]:
+    return scan_sessions(db, _OF_USER, user_row=user_row)
 
 
-async def sessions_in_rows(db: Database, row_ids: Iterable[int]) -> list[SessionWithIds]:
-    """Return the sessions and collections with these row ids; see `sessions_with_ids`."""
+async def sessions_in_rows(db: Database, row_ids: Iterable[int]) -> list[ScannedSession]:
+    """Return the sessions and collections with these row ids; see `scan_sessions`."""
     return await _with_ids(db, await _stored_rows(db, row_ids))
 
 
@@ -84,7 +84,7 @@ def app_name_of(stored: object) -> str:
     return decode_text(stored)
 
 
-def all_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
+def scan_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
     return pages(
         db.runner.read_keys, DATA_KEYS, data_keys.c.id, db.limits.keys_per_page, DataKeyRow
     )
@@ -103,7 +103,7 @@ class OwnerRow(NamedTuple):
     app_row: int = 0
 
 
-def owner_rows(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
+def scan_owners(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
     return pages(db.runner.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
 
@@ -153,7 +153,7 @@ async def read_owner_with_tag(
     return None
 
 
-async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
+async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSession]:
     decrypted = await _decrypt_all(db, rows)
     if not any(isinstance(session.ids_or_error, Exception) for session in decrypted):
         return decrypted
@@ -162,7 +162,7 @@ async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[SessionWit
     return await _decrypt_all(db, await _stored_rows(db, [row.id for row in rows]))
 
 
-async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[SessionWithIds]:
+async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSession]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
     for *user, app_name in await rows_where(db.runner.read, _USERS_WITH_APP, users.c.id, user_rows):
@@ -178,7 +178,7 @@ async def _stored_rows(db: Database, row_ids: Iterable[int]) -> list[SessionRow]
 
 def _decrypt_ids(
     row: SessionRow, owner: tuple[UserRow, object] | None, keys: StagedKeys
-) -> SessionWithIds:
+) -> ScannedSession:
     """Decrypt the ids of *row*; *owner* is its user's row, and the name of the user's app."""
     try:
         if owner is None:
@@ -193,8 +193,8 @@ def _decrypt_ids(
             context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
     except ROW_ERRORS as error:
-        return SessionWithIds(row, error)
-    return SessionWithIds(row, SessionIds(app_name, user_id, session_id))
+        return ScannedSession(row, error)
+    return ScannedSession(row, SessionIds(app_name, user_id, session_id))
 
 
 # --- statements ----------------------------------------------------------------------------------

@@ -18,15 +18,15 @@ from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, number_of, split_at_current
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.decrypted_rows import (
-    all_data_keys,
-    header_of,
-    read_owner_with_tag,
-    sessions_of,
-    sessions_with_ids,
-)
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.row_scan import (
+    header_of,
+    read_owner_with_tag,
+    scan_data_keys,
+    scan_sessions,
+    scan_sessions_of_user,
+)
 from adk_secure_sessions.results import Result, counted, counter, listing
 from adk_secure_sessions.storage import clusters, reads
 from adk_secure_sessions.storage.pages import pages
@@ -168,7 +168,7 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
     An attacker may have moved the session's row to another user.  Then the owner of the session is
     unknown, so the session may need any data key.
     """
-    async for page in sessions_with_ids(db):
+    async for page in scan_sessions(db):
         for session in page:
             error = session.ids_or_error
             if isinstance(error, DecryptionError) and error.reason is Reason.UNKNOWN_BACKEND:
@@ -233,9 +233,9 @@ async def _decrypt_owner(
         return None
     _, checked, headers = decrypted
     if checked.is_user:
-        async for page in sessions_of(db, checked.row.id):
+        async for page in scan_sessions_of_user(db, checked.row.id):
             for session in page:
-                ids, is_collection = session.require_ids(), session.columns.is_collection
+                ids, is_collection = session.require_ids(), session.row.is_collection
                 identity = await db.runner.identify(*ids, is_collection)
                 # Only check that each event can be decrypted.
                 check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
@@ -359,7 +359,7 @@ async def _count_wrapped(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     keyring = await db.keyring()
     counts: Counter[int] = Counter()
-    async for rows in all_data_keys(db):
+    async for rows in scan_data_keys(db):
         if not all(can_unwrap(row, keyring) for row in rows):
             return None
         counts.update(parse_header(row.wrapped)[1] for row in rows)
