@@ -135,7 +135,7 @@ class FaultyExecutor:
         transaction: Transaction[T],
         on_commit: Callable[[], None] | None = None,
         *,
-        holds_locks: bool = False,
+        in_one_transaction: bool = False,
     ) -> T:
         await self._pass(Point.WRITE)
         committed: list[None] = []
@@ -143,7 +143,7 @@ class FaultyExecutor:
             result = await self._executor.write(
                 lambda: self._followed(transaction()),
                 partial(committed.append, None),
-                holds_locks=holds_locks,
+                in_one_transaction=in_one_transaction,
             )
             await self._pass(Point.WRITE, is_after=True)  # may lose the answer
         except asyncio.CancelledError:

@@ -19,10 +19,10 @@ from adk_secure_sessions.formats.records import (
     FLAGS,
     Packing,
     build_header,
-    expand,
     keep_packed,
     parse_header,
     reject_flags,
+    unpack,
 )
 from adk_secure_sessions.keys.data_keys import (
     DataKeyRow,
@@ -65,7 +65,7 @@ def read_and_chosen(
 ) -> StagedKeys:
     """The keys of *rows*, where the row of `ADA` has the ids *named*."""
     staged = read(key_cache, rows)
-    staged.choose_current(ADA, named)
+    staged.set_candidate_ids(ADA, named)
     return staged
 
 
@@ -96,8 +96,8 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: KeyCache) -> N
     (row,) = made(keys, 1)
     staged = read(keys, [row])
     assert current_id(staged) is None
-    assert not staged.is_as_new_as(ADA)
-    staged.choose_current(ADA, [row.id])
+    assert not staged.current_is_as_new_as(ADA)
+    staged.set_candidate_ids(ADA, [row.id])
     assert current_id(staged) == row.id
     assert parse_header(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
 
@@ -143,7 +143,7 @@ def test_cached_key_that_the_row_no_longer_names_encrypts_nothing(keys: KeyCache
     first.publish()
     later = StagedKeys(keys)
     assert current_id(later) == rows[1].id
-    later.choose_current(ADA, [rows[0].id])
+    later.set_candidate_ids(ADA, [rows[0].id])
     assert current_id(later) == rows[0].id
 
 
@@ -153,10 +153,10 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     first = read_and_chosen(keys, [row], (row.id,))
     first.publish()
     later = StagedKeys(keys)
-    later.choose_current(ADA, (row.id,))
+    later.set_candidate_ids(ADA, (row.id,))
     assert current_id(later) == row.id
     keys.keyring = keyring(ANOTHER_MASTER)
-    later.choose_current(ADA, (row.id,))
+    later.set_candidate_ids(ADA, (row.id,))
     assert current_id(later) is None
 
 
@@ -164,9 +164,9 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: KeyC
     """With a key database the key is stored first, the row that names it afterwards."""
     rows = made(keys, 3)
     staged = read(keys, rows, created=[rows[1].id])
-    staged.choose_current(ADA, [])
+    staged.set_candidate_ids(ADA, [])
     assert current_id(staged) == rows[1].id
-    staged.choose_current(ADA, [rows[0].id])  # another process was first
+    staged.set_candidate_ids(ADA, [rows[0].id])  # another process was first
     assert current_id(staged) == rows[0].id
 
 
@@ -187,7 +187,7 @@ def test_row_keeps_naming_the_keys_of_other_backends(keys: KeyCache, is_listed: 
     theirs = of_another_backend(keys, ours)
     alone = KeyCache(keys.keyring, {1: keys.backends[1]}, 1, 100)
     staged = read(keys if is_listed else alone, [ours, theirs])
-    staged.choose_current(ADA, [theirs.id, ours.id])
+    staged.set_candidate_ids(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
     assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
 
@@ -199,7 +199,7 @@ def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones(keys: KeyCach
     first.publish()
     theirs = of_another_backend(keys, ours)
     later = StagedKeys(keys)
-    later.choose_current(ADA, [ours.id, theirs.id])
+    later.set_candidate_ids(ADA, [ours.id, theirs.id])
     assert later.ids_to_store(ADA, [ours.id, theirs.id]) == (ours.id, theirs.id)
 
 
@@ -260,7 +260,7 @@ def test_junk_key_whose_generation_is_no_integer_takes_none(
     """SQLite stores any type in any column."""
     (row,) = made(keys, 1)
     staged = read(keys, [row, row._replace(id=99, generation=generation)])  # type: ignore[arg-type]
-    staged.choose_current(ADA, [row.id])
+    staged.set_candidate_ids(ADA, [row.id])
     assert staged.new(ADA).generation == 1
 
 
@@ -287,7 +287,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     both.keyring = keyring(MASTER)
     again = StagedKeys(both)
     again.load([planted], fingerprints(keyring(MASTER)))
-    again.choose_current(ADA, [planted.id])
+    again.set_candidate_ids(ADA, [planted.id])
     assert current_id(again) is None
     with pytest.raises(UnknownKeyError, match="no data master"):
         again.open(ADA, CONTEXT, build_header(1, planted.id) + bytes(40))
@@ -384,7 +384,7 @@ def published(key_cache: KeyCache, *rows: DataKeyRow) -> None:
     """Put the keys of *rows* into the cache, all of them named by their owners."""
     staged = read(key_cache, rows)
     for row in rows:
-        staged.choose_current(row.owner, [row.id])
+        staged.set_candidate_ids(row.owner, [row.id])
     staged.publish()
 
 
@@ -433,7 +433,7 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
     ),
     "plaintext with flags": (
         lambda staged, text: staged.seal(ADA, CONTEXT, text, has_flags=True),
-        lambda staged, stored: staged.open_plaintext(ADA, CONTEXT, stored, keep_packed),
+        lambda staged, stored: staged.open_with_flags(ADA, CONTEXT, stored, keep_packed),
         b"\x00text",
     ),
 }
@@ -492,13 +492,13 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
 
 
 @pytest.mark.parametrize("change", [{"owner_tag": BOB}, {"context": b"another"}], ids=str)
-@pytest.mark.parametrize("unpack", [expand, reject_flags, keep_packed])
+@pytest.mark.parametrize("if_packed", [unpack, reject_flags, keep_packed])
 def test_record_of_another_owner_or_context_is_rejected(
-    unpack: Callable[[bytes], bytes], change: dict[str, Any]
+    if_packed: Callable[[bytes], bytes], change: dict[str, Any]
 ) -> None:
     staged = StagedKeys(data_keys())
     staged.new(ADA), staged.new(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
-    arguments = {"owner_tag": ADA, "context": CONTEXT, "stored": stored} | change
+    arguments = {"owner_tag": ADA, "context": CONTEXT, "record": stored} | change
     with pytest.raises(TamperedError):
-        staged.open(**arguments, unpack=unpack)
+        staged.open(**arguments, if_packed=if_packed)

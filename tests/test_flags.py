@@ -21,9 +21,9 @@ from adk_secure_sessions.formats.records import (
     PADDINGS,
     ZLIB,
     Packing,
-    expand,
     packing_of,
     padme,
+    unpack,
 )
 from examples.vectors.fixed import padded
 
@@ -46,7 +46,7 @@ def packed(content: bytes, compression: Any = None, padding: Any = None) -> byte
 )
 def test_content_is_packed_and_comes_back(content: bytes, compression: Any, padding: Any) -> None:
     plaintext = packed(content, compression, padding)
-    assert expand(plaintext) == FLAGS + content
+    assert unpack(plaintext) == FLAGS + content
     assert (plaintext[0] & PADDED != 0) == (padding is not None)
     if padding:
         assert padme(len(plaintext)) == len(plaintext)
@@ -130,7 +130,7 @@ def test_padding_leaves_few_different_lengths() -> None:
 def test_each_unknown_byte_is_rejected_by_name() -> None:
     for value in set(range(256)) - {0, 1, 4, 5}:
         with pytest.raises(DecryptionError, match=f"flags are {value:#04x}") as info:
-            expand(bytes([value]) + b"a secret")
+            unpack(bytes([value]) + b"a secret")
         assert info.value.reason is Reason.UNKNOWN_FLAGS
         assert not isinstance(info.value, TamperedError)
 
@@ -139,7 +139,7 @@ def outcome(plaintext: bytes) -> Reason | None:
     """Return why *plaintext* is rejected; None if it has a content."""
     error, found = None, b""
     try:
-        found = expand(plaintext)
+        found = unpack(plaintext)
     except DecryptionError as rejection:
         error = rejection
     if error is None:
@@ -175,7 +175,7 @@ def test_wrapped_keys_and_witnesses_have_no_flags(value: int) -> None:
 @pytest.mark.parametrize("body", [b"", b"a", b"content"])
 def test_padding_may_be_empty(body: bytes) -> None:
     for zeros in (0, 1, 9):
-        assert expand(bytes([PADDED]) + padded(body, zeros)) == FLAGS + body
+        assert unpack(bytes([PADDED]) + padded(body, zeros)) == FLAGS + body
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_more_or_less_than_one_compressed_content_is_malformed(content: bytes) -
     for damaged in (plaintext + b"x", plaintext * 2, plaintext[:-1], plaintext[:1]):
         for limit in (MAX_CONTENT, len(content)):
             with pytest.raises(TamperedError, match="compressed content is malformed") as info:
-                expand(damaged, limit)
+                unpack(damaged, limit)
             assert info.value.reason is Reason.MALFORMED
 
 
@@ -227,7 +227,7 @@ def peak_of(plaintext: bytes, limit: int) -> int:
     tracemalloc.start()
     try:
         with pytest.raises(TamperedError, match=f"more than {limit} bytes after decomp") as info:
-            expand(plaintext, limit)
+            unpack(plaintext, limit)
         assert info.value.reason is Reason.MALFORMED
         return tracemalloc.get_traced_memory()[1]
     finally:
@@ -242,11 +242,11 @@ def test_bomb_is_rejected_with_bounded_memory() -> None:
 
 def test_content_of_exactly_the_limit_is_accepted_and_one_byte_more_is_not() -> None:
     plaintext = zlib_bomb(2 * MIB)
-    assert len(expand(plaintext, 2 * MIB)) == 2 * MIB + 1
+    assert len(unpack(plaintext, 2 * MIB)) == 2 * MIB + 1
     with pytest.raises(TamperedError, match="after decompression"):
-        expand(plaintext, 2 * MIB - 1)
+        unpack(plaintext, 2 * MIB - 1)
     wrapped = bytes([plaintext[0] | PADDED]) + padded(plaintext[1:], 3)
-    assert expand(wrapped, 2 * MIB) == expand(plaintext, 2 * MIB)
+    assert unpack(wrapped, 2 * MIB) == unpack(plaintext, 2 * MIB)
 
 
 @pytest.mark.soak

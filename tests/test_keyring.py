@@ -142,7 +142,7 @@ async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
     junk = [row_like(rows[1], id=number, wrapped=b"junk") for number in range(62)]
     for stored in ([*junk, *rows], [*junk, *rows[:2], row_like(rows[2], created_at=9)]):
         again = await renewed(stored, known, root)
-        assert again.current_id == next(row.id for row in stored[::-1] if row in rows)
+        assert again.wrapping_master_id == next(row.id for row in stored[::-1] if row in rows)
         assert again.row_count == 65
         assert not again.matches(fingerprints_of(stored))
         for _ in range(3):
@@ -152,7 +152,7 @@ async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
         await renewed([*junk, rows[0], row_like(rows[1], created_at=9), *junk], known, root)
     assert root.unwrapped == []
     again = await renewed(rows, again, root)
-    assert (again.row_count, again.current_id) == (3, rows[2].id)
+    assert (again.row_count, again.wrapping_master_id) == (3, rows[2].id)
 
 
 async def test_running_service_takes_up_the_last_of_64_rows(
@@ -161,11 +161,11 @@ async def test_running_service_takes_up_the_last_of_64_rows(
     rows = await made(*[ROOT] * 63)
     known = await opened(rows[:63], ROOT)
     again = await renewed(rows, known, ROOT)
-    assert again.current_id == rows[63].id
+    assert again.wrapping_master_id == rows[63].id
     assert again.row_count == 64
     assert again.matches(fingerprints_of(rows))
     assert caplog.records == []
-    assert (await opened(rows, ROOT)).current_id == rows[63].id
+    assert (await opened(rows, ROOT)).wrapping_master_id == rows[63].id
 
 
 async def test_running_service_unwraps_one_new_row_at_a_time() -> None:
@@ -195,15 +195,15 @@ async def test_pending_rows_are_tried_again_when_the_pause_is_over() -> None:
 
 async def test_newest_master_key_of_the_writing_root_key_wraps_new_data_keys() -> None:
     rows = [*(await made(ROOT, OTHER, ROOT)), await row_of(DATA, OTHER, 9)]
-    assert (await opened(rows, ROOT, OTHER)).current_id == rows[3].id
-    assert (await opened(rows[::-1], ROOT, OTHER)).current_id == rows[3].id
-    assert (await opened(rows, OTHER, ROOT)).current_id == rows[4].id
+    assert (await opened(rows, ROOT, OTHER)).wrapping_master_id == rows[3].id
+    assert (await opened(rows[::-1], ROOT, OTHER)).wrapping_master_id == rows[3].id
+    assert (await opened(rows, OTHER, ROOT)).wrapping_master_id == rows[4].id
 
 
 async def test_root_key_listed_first_makes_no_master_keys_of_its_own() -> None:
     rows = await made(ROOT, ROOT)
-    assert (await opened(rows, OTHER, ROOT)).current_id == rows[2].id
-    assert (await opened(rows, ROOT, OTHER)).current_id == rows[2].id
+    assert (await opened(rows, OTHER, ROOT)).wrapping_master_id == rows[2].id
+    assert (await opened(rows, ROOT, OTHER)).wrapping_master_id == rows[2].id
 
 
 async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> None:
@@ -211,10 +211,10 @@ async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> Non
         warnings.simplefilter("ignore")
         clear = NoOpBackend().root_key
     rows = await made(clear)
-    assert (await opened(rows, ROOT, clear)).current_id is None
-    assert (await opened(rows, clear, ROOT)).current_id == rows[1].id
+    assert (await opened(rows, ROOT, clear)).wrapping_master_id is None
+    assert (await opened(rows, clear, ROOT)).wrapping_master_id == rows[1].id
     rows.append(await row_of(DATA, OTHER, 0))
-    assert (await opened(rows, ROOT, clear, OTHER)).current_id == rows[2].id
+    assert (await opened(rows, ROOT, clear, OTHER)).wrapping_master_id == rows[2].id
 
 
 async def test_root_key_that_is_not_listed_is_named() -> None:
@@ -250,7 +250,7 @@ class Named(StaticKey):
 @pytest.mark.parametrize("key_id", ["k", "k" * 255])
 async def test_root_key_may_have_the_shortest_and_the_longest_name(key_id: str) -> None:
     rows = await made(Named(key_id))
-    assert (await opened(rows, Named(key_id))).current_id == rows[1].id
+    assert (await opened(rows, Named(key_id))).wrapping_master_id == rows[1].id
 
 
 FAULTS = {
@@ -465,7 +465,7 @@ def loaded(key_cache: KeyCache, *rows: DataKeyRow) -> StagedKeys:
     staged = StagedKeys(key_cache)
     staged.load(rows, fingerprints_of(key_cache.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
-        staged.choose_current(owner, [row.id for row in rows])
+        staged.set_candidate_ids(owner, [row.id for row in rows])
     return staged
 
 
@@ -537,7 +537,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     root = Counted()
     again = await renewed(stored, known, root)
     assert again.index_master is known.index_master
-    assert again.current_id == rows[2].id
+    assert again.wrapping_master_id == rows[2].id
     assert (rows[1].id in again.masters) == (junk.id != rows[1].id)
     assert again.row_count == len(stored)
     assert again.matches(fingerprints_of(stored))
@@ -586,7 +586,7 @@ async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:
         moved.append(await wrap_master_key(row, OTHER, DATABASE, key))
     again = await renewed(moved, known, ROOT, OTHER)
     assert again.matches(fingerprints_of(moved))
-    assert again.current_id == rows[2].id
+    assert again.wrapping_master_id == rows[2].id
     assert again.rows[rows[0].id].root_key_id == OTHER.key_id
     assert again.index_master is known.index_master
 
@@ -660,7 +660,7 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     known = await opened(rows[:2], ROOT)
     root = Failing(rows[2].wrapped)
     again = await renewed(rows, known, root)
-    assert (bool(again.pending), again.current_id) == (True, rows[1].id)
+    assert (bool(again.pending), again.wrapping_master_id) == (True, rows[1].id)
     assert again.matches(fingerprints_of(rows))
     assert again.row_count == 3
     with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet"):
@@ -680,13 +680,13 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     again.retry_at = 0
     root.fails.clear()
     again = await renewed(rows, again, root)
-    assert (bool(again.pending), again.current_id) == (False, rows[2].id)
+    assert (bool(again.pending), again.wrapping_master_id) == (False, rows[2].id)
     assert loaded(on(again, 1), row).open(ADA, CONTEXT, sealed_by(on(again, 1), row)) == b"text"
 
 
 def sealed_by(key_cache: KeyCache, row: DataKeyRow) -> bytes:
     staged = loaded(key_cache, row)
-    staged.choose_current(ADA, [row.id])
+    staged.set_candidate_ids(ADA, [row.id])
     return staged.seal(ADA, CONTEXT, b"text")
 
 
@@ -699,7 +699,7 @@ async def test_row_that_failed_before_is_tried_after_the_others() -> None:
     again.retry_at = 0
     again = await renewed(rows, again, root)
     assert root.unwrapped == [rows[2].wrapped, rows[3].wrapped, rows[2].wrapped]
-    assert again.current_id == rows[3].id
+    assert again.wrapping_master_id == rows[3].id
 
 
 async def test_service_that_cannot_be_reached_is_called_once_for_all_rows() -> None:
@@ -707,7 +707,7 @@ async def test_service_that_cannot_be_reached_is_called_once_for_all_rows() -> N
     known = await opened(rows[:2], ROOT)
     root = Failing(*[row.wrapped for row in rows], retryable=True)
     again = await renewed(rows, known, root)
-    assert (len(root.unwrapped), again.current_id) == (1, rows[1].id)
+    assert (len(root.unwrapped), again.wrapping_master_id) == (1, rows[1].id)
 
 
 async def test_known_master_whose_row_changed_is_not_used_while_its_key_service_fails() -> None:
@@ -753,10 +753,10 @@ async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None
         rows.append(writer.new(ADA))
         sealed.append(writer.seal(ADA, CONTEXT, b""))
     staged = loaded(keys, *rows[:2])
-    assert staged.is_as_new_as(ADA)
-    assert staged.is_as_new_as(ADA, sealed[0], sealed[1])
-    assert not staged.is_as_new_as(ADA, sealed[2])
-    assert not staged.is_as_new_as(BOB)
+    assert staged.current_is_as_new_as(ADA)
+    assert staged.current_is_as_new_as(ADA, sealed[0], sealed[1])
+    assert not staged.current_is_as_new_as(ADA, sealed[2])
+    assert not staged.current_is_as_new_as(BOB)
 
 
 async def test_current_key_is_not_as_new_as_a_newer_one_of_another_backend() -> None:
@@ -766,5 +766,5 @@ async def test_current_key_is_not_as_new_as_a_newer_one_of_another_backend() -> 
     newer = other.new(ADA)
     sealed = other.seal(ADA, CONTEXT, b"")
     staged = loaded(on(first.keyring, 1, 2), row, newer)
-    assert staged.is_as_new_as(ADA)
-    assert not staged.is_as_new_as(ADA, sealed)
+    assert staged.current_is_as_new_as(ADA)
+    assert not staged.current_is_as_new_as(ADA, sealed)

@@ -23,11 +23,11 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     Packing,
     context,
-    expand,
     keep_packed,
-    open_plaintext,
+    open_with_flags,
     parse_header,
     reject_flags,
+    unpack,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -39,12 +39,15 @@ CONTEXT = context(("event", "clinic", "ada"), 1, 2)
 
 
 # Every function that decrypts a record.
-opening = pytest.mark.parametrize("unpack", [expand, keep_packed, reject_flags])
+opening = pytest.mark.parametrize("if_packed", [unpack, keep_packed, reject_flags])
 Unpack = Callable[[bytes], bytes]
 
 
 def seal(cipher: Any, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
     return records.seal(cipher, backend_id, key_id, context, FLAGS + content)
+
+
+EMPTY = seal(CIPHER, 0x80, 1, CONTEXT, b"")
 
 
 class Misbehaving:
@@ -128,8 +131,8 @@ def test_record_is_decrypted_in_its_context(
     backend_id: int, key_id: int, associated: bytes, plaintext: bytes
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
-    assert parse_header(stored) == records.header_ids(stored) == (backend_id, key_id)
-    assert open_plaintext(stored, associated, CIPHER) == FLAGS + plaintext
+    assert parse_header(stored) == records.parse_header_or_none(stored) == (backend_id, key_id)
+    assert open_with_flags(stored, associated, CIPHER) == FLAGS + plaintext
 
 
 def test_record_begins_with_the_documented_header() -> None:
@@ -150,20 +153,20 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
-@pytest.mark.parametrize("unpack", [expand, keep_packed])
+@pytest.mark.parametrize("if_packed", [unpack, keep_packed])
 @pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
-def test_unknown_flags_are_rejected_by_name(unpack: Unpack, flags: int) -> None:
+def test_unknown_flags_are_rejected_by_name(if_packed: Unpack, flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
-        open_plaintext(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, unpack)
+        open_with_flags(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, if_packed)
     assert info.value.reason is Reason.UNKNOWN_FLAGS
     assert not isinstance(info.value, TamperedError)
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_empty_plaintext_is_malformed(unpack: Unpack) -> None:
+def test_empty_plaintext_is_malformed(if_packed: Unpack) -> None:
     with pytest.raises(TamperedError, match="empty") as info:
-        open_plaintext(with_flags(b""), CONTEXT, CIPHER, unpack)
+        open_with_flags(with_flags(b""), CONTEXT, CIPHER, if_packed)
     assert info.value.reason is Reason.MALFORMED
 
 
@@ -179,35 +182,35 @@ PACKED = {
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
     stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
-    assert open_plaintext(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
-    assert open_plaintext(stored, CONTEXT, CIPHER, keep_packed) == plaintext
+    assert open_with_flags(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
+    assert open_with_flags(stored, CONTEXT, CIPHER, keep_packed) == plaintext
 
 
-@pytest.mark.parametrize("unpack", [expand, keep_packed])
-def test_plaintext_that_does_not_fit_its_flags_is_malformed(unpack: Unpack) -> None:
+@pytest.mark.parametrize("if_packed", [unpack, keep_packed])
+def test_plaintext_that_does_not_fit_its_flags_is_malformed(if_packed: Unpack) -> None:
     with pytest.raises(TamperedError, match="malformed") as info:
-        open_plaintext(with_flags(b"\x01a secret"), CONTEXT, CIPHER, unpack)
+        open_with_flags(with_flags(b"\x01a secret"), CONTEXT, CIPHER, if_packed)
     assert info.value.reason is Reason.MALFORMED
 
 
 def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
-    assert open_plaintext(stored, CONTEXT, CIPHER, reject_flags) == FLAGS + b"a key"
+    assert open_with_flags(stored, CONTEXT, CIPHER, reject_flags) == FLAGS + b"a key"
     for name in ("compressed", "padded", "both"):
         with pytest.raises(DecryptionError, match="has no flags") as info:
-            open_plaintext(with_flags(PACKED[name]), CONTEXT, CIPHER, reject_flags)
+            open_with_flags(with_flags(PACKED[name]), CONTEXT, CIPHER, reject_flags)
         assert info.value.reason is Reason.UNKNOWN_FLAGS
 
 
 @opening
-def test_record_moved_to_another_context_is_rejected(unpack: Unpack) -> None:
+def test_record_moved_to_another_context_is_rejected(if_packed: Unpack) -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
     for moved, where in (
         (stored, CONTEXT + b"x"),
         (records.build_header(1, 8) + stored[13:], CONTEXT),
     ):
         with pytest.raises(TamperedError) as info:
-            open_plaintext(moved, where, CIPHER, unpack)
+            open_with_flags(moved, where, CIPHER, if_packed)
         assert info.value.reason is Reason.AUTHENTICATION
 
 
@@ -218,7 +221,7 @@ def assert_rejected(stored: bytes) -> None:
     except (TamperedError, PlaintextRefusedError):
         return
     with pytest.raises(TamperedError):
-        open_plaintext(stored, CONTEXT, CIPHER)
+        open_with_flags(stored, CONTEXT, CIPHER)
 
 
 def test_every_modified_byte_of_a_record_is_rejected() -> None:
@@ -260,7 +263,7 @@ def test_record_of_another_version_is_rejected(version: int) -> None:
     + [b"AKS" + bytes([version]) + bytes(40) for version in (0, 1, 3, 0xFF)],
 )
 def test_value_without_a_whole_header_has_no_backend(stored: Any) -> None:
-    assert records.header_ids(stored) is None
+    assert records.parse_header_or_none(stored) is None
 
 
 # --- ciphers of third parties --------------------------------------------------------------------
@@ -283,18 +286,18 @@ def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any, failure: str) 
 
 @opening
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
-def test_error_of_a_cipher_that_decrypts_is_a_rejection(unpack: Unpack, result: Any) -> None:
+def test_error_of_a_cipher_that_decrypts_is_a_rejection(if_packed: Unpack, result: Any) -> None:
     with pytest.raises(TamperedError, match="could not decrypt") as info:
-        open_plaintext(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(result), unpack)
+        open_with_flags(EMPTY, CONTEXT, Misbehaving(result), if_packed)
     assert info.value.reason is Reason.AUTHENTICATION
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_decryption_error_of_a_cipher_passes_unchanged(unpack: Unpack) -> None:
+def test_decryption_error_of_a_cipher_passes_unchanged(if_packed: Unpack) -> None:
     refusal = UnknownKeyError("as raised")
     with pytest.raises(UnknownKeyError, match="as raised"):
-        open_plaintext(seal(CIPHER, 0x80, 1, CONTEXT, b""), CONTEXT, Misbehaving(refusal), unpack)
+        open_with_flags(EMPTY, CONTEXT, Misbehaving(refusal), if_packed)
 
 
 # --- reasons -------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ class Trail(Protocol):
         entries: Sequence[AuditEntry],
         on_commit: Callable[[bool], None] | None,
         *,
-        holds_locks: bool,
+        in_one_transaction: bool,
     ) -> tuple[Any, bool]: ...
 
 
@@ -502,7 +502,7 @@ class AccessCall(AuditedCall):
         transaction: Callable[[], Any],
         on_commit: Callable[[], None],
         *,
-        holds_locks: bool,
+        in_one_transaction: bool,
     ) -> Any:
         """Run *transaction* with the record of this access, and return its result.
 
@@ -520,7 +520,8 @@ class AccessCall(AuditedCall):
             on_commit()
 
         run = self._trail.write_with_entries
-        return (await run(transaction, [entry], committed, holds_locks=holds_locks))[0]
+        arguments = (transaction, [entry], committed)
+        return (await run(*arguments, in_one_transaction=in_one_transaction))[0]
 
     def _with_session(self, session_id: str) -> tuple[str, str, str]:
         """Return the ids, with *session_id* if the caller gave none."""

@@ -36,11 +36,11 @@ class ForgedKey:
     def __init__(
         self, keyring: Keyring, owner_tag: bytes, backend: EncryptionBackend, generation: int = 99
     ) -> None:
-        assert keyring.current_id is not None
+        assert keyring.wrapping_master_id is not None
         key = backend.new_key()
         now = time.time_ns() // 1000
         row = DataKeyRow(new_key_id(), owner_tag, generation, backend.backend_id, now, b"")
-        self.row = wrap_data_key(row, keyring, keyring.current_id, key)
+        self.row = wrap_data_key(row, keyring, keyring.wrapping_master_id, key)
         self._cipher = backend.cipher(key)
 
     def insert(self, db: Database) -> None:

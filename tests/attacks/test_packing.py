@@ -103,7 +103,7 @@ async def test_bomb_is_rejected_and_other_sessions_are_read(
     url: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The limit of the format is 256 MiB and more: tests/test_flags.py meets it under `make soak`.
-    monkeypatch.setattr(records.expand, "__defaults__", (2**20,))
+    monkeypatch.setattr(records.unpack, "__defaults__", (2**20,))
     await write(url, where, bomb)
     sizes = {len(record) for record in _records(url, where)}
     assert max(sizes) < 20_000

@@ -40,12 +40,12 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     Cipher,
     build_header,
-    header_ids,
     join_owner,
     join_session,
     keep_packed,
-    open_plaintext,
+    open_with_flags,
     parse_header,
+    parse_header_or_none,
     reject_flags,
     split_id,
     split_link,
@@ -93,11 +93,11 @@ def _text(data: bytes) -> str:
 def record(data: bytes) -> None:
     """The header and the ciphertext of a record as they are in a column."""
     cipher = CIPHERS[len(data) % 2]
-    assert header_ids(data) is None or header_ids(data) == parse_header(data)
+    assert parse_header_or_none(data) is None or parse_header_or_none(data) == parse_header(data)
     with suppress(DecryptionError):
         backend_id, key_id = parse_header(data)
         assert build_header(backend_id, key_id) == data[:HEADER_LENGTH]
-        open_plaintext(data, CONTEXT, cipher)
+        open_with_flags(data, CONTEXT, cipher)
         raise AssertionError("a record is authentic that no key has encrypted")
 
 
@@ -107,17 +107,17 @@ def plaintext(data: bytes) -> None:
     for cipher in CIPHERS:
         stored = start + cipher.encrypt(data, start + CONTEXT)
         with suppress(DecryptionError):
-            assert open_plaintext(stored, CONTEXT, cipher, reject_flags) == data
+            assert open_with_flags(stored, CONTEXT, cipher, reject_flags) == data
             assert data.startswith(FLAGS)
         try:
-            opened = open_plaintext(stored, CONTEXT, cipher)
+            opened = open_with_flags(stored, CONTEXT, cipher)
         except DecryptionError:
             assert not data.startswith(FLAGS)
             continue
         # Other flags say that the content is compressed or padded.
         assert data[0] <= 7
         assert opened == data or data[0]
-        assert open_plaintext(stored, CONTEXT, cipher, keep_packed) == data
+        assert open_with_flags(stored, CONTEXT, cipher, keep_packed) == data
     with suppress(DecryptionError):
         assert with_id(*split_id(data)) == data
     with suppress(DecryptionError):

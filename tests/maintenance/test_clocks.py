@@ -141,10 +141,10 @@ async def test_authentic_key_of_an_impossible_time_is_named(
     await fill(file_url)
     async with Database(file_url, AES) as db:
         known = await db.keyring()
-        assert known.current_id is not None
+        assert known.wrapping_master_id is not None
         ((owner,),) = query(file, "SELECT min(tag) FROM secure_users")
         forged = DataKeyRow(1, owner, 99, 1, 2**63 - 1, b"")
-        forged = wrap_data_key(forged, known, known.current_id, bytes(32))
+        forged = wrap_data_key(forged, known, known.wrapping_master_id, bytes(32))
         columns = ", ".join(f":{field}" for field in forged._fields)
         run_sql(file, f"INSERT INTO secure_data_keys VALUES ({columns})", **forged._asdict())
         with pytest.raises(TamperedError, match=r"secure_data_keys row 1: .* delete") as raised:

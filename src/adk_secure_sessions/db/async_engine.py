@@ -97,9 +97,11 @@ class AsyncEngineExecutor:
         transaction: Transaction[T],
         on_commit: Callable[[], None] | None = None,
         *,
-        holds_locks: bool = False,
+        in_one_transaction: bool = False,
     ) -> T:
-        return await self._shielded(partial(self._transact, transaction, holds_locks), on_commit)
+        return await self._shielded(
+            partial(self._transact, transaction, in_one_transaction), on_commit
+        )
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:
@@ -120,13 +122,13 @@ class AsyncEngineExecutor:
         if self._owns_engine:
             await self._release_all()
 
-    async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
+    async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:
         def work(connection: sa.Connection) -> T:
             if self._is_cluster is None:
                 self._is_cluster = self._dialect.locks_per_node(connection)
                 if self._dialect.is_server:
                     connection.rollback()
-            if holds_locks:
+            if in_one_transaction:
                 self._dialect.see_what_is_committed(connection)
             return run_steps(
                 transaction(),

@@ -126,8 +126,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 self._slots.release()
         await super().close()
 
-    async def _transact(self, transaction: Transaction[T], holds_locks: bool) -> T:
-        return await self._use(lambda session: session.follow(transaction(), holds_locks))
+    async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:
+        return await self._use(lambda session: session.follow(transaction(), in_one_transaction))
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         await self._take_slot()
@@ -341,9 +341,9 @@ class _StatementRunner:
             self.has_timed_out = True
             raise timed_out(seconds, "a write" if writes else "a read") from None
 
-    async def follow(self, steps: Steps[T], holds_locks: bool) -> T:
+    async def follow(self, steps: Steps[T], in_one_transaction: bool) -> T:
         """Run *steps* and return their result; each Read or Apply is one statement."""
-        if not (holds_locks or self._pooler.is_found):
+        if not (in_one_transaction or self._pooler.is_found):
             return await self._follow(steps)
         async with self._driver.transaction(isolation="read_committed"):
             self._in_transaction = True

@@ -104,7 +104,7 @@ class Executor(Protocol):
         transaction: Transaction[T],
         on_commit: Callable[[], None] | None = None,
         *,
-        holds_locks: bool = False,
+        in_one_transaction: bool = False,
     ) -> T:
         """Run *transaction*, which is called once, commit its changes and return its result.
 
@@ -113,7 +113,7 @@ class Executor(Protocol):
         Disconnected or a DatabaseError that is `retryable`, the changes may or may not have been
         stored; after any other error, nothing was stored.
 
-        If *holds_locks* is True, all steps run in one transaction of the database.  Rows that a
+        If *in_one_transaction* is True, all steps run in one database transaction.  Rows that a
         Read has locked with FOR UPDATE then stay locked until the commit.  Each query sees all
         changes that were committed before the query began.  Otherwise, no Apply may follow an Apply
         with the answer True, because asyncpg commits each Apply separately.

@@ -218,7 +218,7 @@ class SqliteExecutor:
         transaction: Transaction[T],
         on_commit: Callable[[], None] | None = None,
         *,
-        holds_locks: bool = False,  # no effect: SQLite has one writer at a time
+        in_one_transaction: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
         return await self._submit(
             lambda thread, driver: thread.transact(driver, transaction), on_commit

@@ -125,8 +125,8 @@ def padme(length: int) -> int:
     return (length + mask) & ~mask
 
 
-def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
-    """Return `FLAGS`, then the content of *plaintext*, which begins with any flags.
+def unpack(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
+    """Return `FLAGS` and the content of *plaintext*, decompressed and without padding.
 
     At most *limit* bytes are decompressed.  Raises TamperedError if the plaintext does not fit
     its flags.  Only a faulty writer can cause this, because the plaintext is authentic.  Unknown
@@ -144,19 +144,19 @@ def expand(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
         body = _without_padding(body)
     if not flags & ZLIB:
         return b"".join((FLAGS, body))
-    found = _zlib_content(body, limit)
-    if found is None:
+    content = _zlib_content(body, limit)
+    if content is None:
         raise TamperedError("its compressed content is malformed", Reason.MALFORMED)
-    if len(found) > limit:
+    if len(content) > limit:
         raise TamperedError(
             f"its content has more than {limit} bytes after decompression", Reason.MALFORMED
         )
-    return b"".join((FLAGS, found))
+    return b"".join((FLAGS, content))
 
 
 def keep_packed(plaintext: bytes) -> bytes:
-    """Return *plaintext*, which `seal` can encrypt again, if `expand` accepts it."""
-    expand(plaintext)
+    """Return *plaintext*, which `seal` can encrypt again, if `unpack` accepts it."""
+    unpack(plaintext)
     return plaintext
 
 
@@ -289,44 +289,45 @@ def build_header(backend_id: int, key_id: int) -> bytes:
     return _HEADER.pack(_PREFIX, backend_id, key_id)
 
 
-def parse_header(stored: object) -> tuple[int, int]:
+def parse_header(record: object) -> tuple[int, int]:
     """Return the backend id and the key id in a record's header, which is not authenticated yet.
 
-    SQLite stores any type in any column: in a modified row, *stored* can have another type.
+    SQLite stores any type in any column: in a modified row, *record* can have another type.
     """
-    if not stored:
+    if not record:
         raise TamperedError("its encrypted value was removed", Reason.MISSING)
-    if not isinstance(stored, bytes) or not stored.startswith(MAGIC):
+    if not isinstance(record, bytes) or not record.startswith(MAGIC):
         raise PlaintextRefusedError("not an encrypted record")
-    if len(stored) < HEADER_LENGTH or stored[3] != VERSION:
+    if len(record) < HEADER_LENGTH or record[3] != VERSION:
         raise TamperedError("the record's header is malformed", Reason.MALFORMED)
-    _, backend_id, key_id = _HEADER.unpack_from(stored)
+    _, backend_id, key_id = _HEADER.unpack_from(record)
     return backend_id, key_id
 
 
-def header_ids(stored: object) -> tuple[int, int] | None:
-    """Return the backend id and the key id in a header; None if *stored* has no valid header.
+def parse_header_or_none(record: object) -> tuple[int, int] | None:
+    """Return the backend id and the key id in a header; None if *record* has no valid header.
 
     The header is not authenticated here, so use this function only to count records.
     """
     try:
-        return parse_header(stored)
+        return parse_header(record)
     except DecryptionError:
         return None
 
 
-def open_plaintext(
-    stored: bytes, context: bytes, cipher: Cipher, unpack: Callable[[bytes], bytes] = expand
+def open_with_flags(
+    record: bytes, context: bytes, cipher: Cipher, if_packed: Callable[[bytes], bytes] = unpack
 ) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its flags and content.
 
     The flags stay: readers of events, of which there may be thousands, take slices in any case.
-    If the record is packed, return what *unpack* makes of its plaintext: `expand`, `keep_packed`,
-    or, for wrapped keys and version witnesses, which are never packed, `reject_flags`.
+    If the record is packed, return what *if_packed* makes of its plaintext: `unpack`,
+    `keep_packed`, or, for wrapped keys and version witnesses, which are never packed,
+    `reject_flags`.
     """
     packed = None
     try:
-        plaintext = cipher.decrypt(stored[HEADER_LENGTH:], stored[:HEADER_LENGTH] + context)
+        plaintext = cipher.decrypt(record[HEADER_LENGTH:], record[:HEADER_LENGTH] + context)
         if isinstance(plaintext, bytes):
             if plaintext.startswith(FLAGS):
                 return plaintext
@@ -336,7 +337,7 @@ def open_plaintext(
     except Exception:  # a third party's cipher may put secrets into its exceptions
         pass
     if packed:
-        return unpack(packed)
+        return if_packed(packed)
     if packed is not None:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
     raise TamperedError("the backend could not decrypt it")

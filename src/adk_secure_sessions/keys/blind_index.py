@@ -56,7 +56,7 @@ class IndexMaster(HoldsSecrets):
         return self.tag(context_parts(parts), *numbers)
 
     def tag(self, parts: bytes, *numbers: int) -> bytes:
-        """Return what `mac` returns; *parts* is a result of `context_parts`."""
+        """Do the same as `mac`, with *parts* already encoded by `context_parts`."""
         mac = self._mac.copy()
         mac.update(numbered_context(parts, *numbers))
         return mac.finalize()[:TAG_LENGTH]

@@ -39,7 +39,7 @@ from adk_secure_sessions.keys.providers import KeyProvider
 # any number.  A rotation adds one.  No data key is created if there are nearly as many, because a
 # later one would not be read.
 MAX_KEYS = 1000
-_KEYS_AT_ONCE = 100  # which processes may create at the same time
+_KEY_HEADROOM = 100  # which processes may create at the same time
 _LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
 
@@ -189,13 +189,13 @@ class StagedKeys:
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
         self._cached: dict[bytes, OwnerKeys] = {}
-        # The key ids for `choose_current`, until the current data key is chosen.
-        self._named: dict[bytes, Collection[int]] = {}
+        # The key ids for `set_candidate_ids`, until the current data key is chosen.
+        self._candidate_ids: dict[bytes, Collection[int]] = {}
         self._owner_tags: dict[int, bytes] = {}  # by data key id
         # The errors of rejected rows of `secure_data_keys`: by the id and by the owner in the row.
         self._rejected: dict[int, DecryptionError] = {}
         self._rejected_of: dict[bytes, DecryptionError] = {}
-        self._taken: dict[bytes, int] = {}  # highest generation by owner, including rejected rows
+        self._highest_generation: dict[bytes, int] = {}  # by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
         # Whether `load` has rejected a row because its data master is not known, while the stored
         # keyring differs from the keyring of this process.
@@ -237,19 +237,19 @@ class StagedKeys:
             # A new data key must have a higher generation than every stored row, even a rejected
             # row: the database rejects a second row with the same owner and generation.
             if isinstance(row.generation, int):
-                self._taken[row.owner] = max(self._taken.get(row.owner, -1), row.generation)
+                known = self._highest_generation.get(row.owner, -1)
+                self._highest_generation[row.owner] = max(known, row.generation)
         for tag, keys in by_owner.items():
             self._by_owner[tag] = OwnerKeys(keys, None, newest[tag])
             self._owner_tags.update(dict.fromkeys(keys, tag))
 
-    def choose_current(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
-        """Choose the owner's current data key, which encrypts new records, when it is needed first.
+    def set_candidate_ids(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
+        """Note the key ids from which the owner's current data key is chosen at its first use.
 
-        Call this method before `current`, `seal` and `ids_to_store`.  The current data key is the
-        newest usable one of *key_ids*, those that the owner's authentic row names.  If there is
-        none, it is the newest one that this operation has created, if any.
+        It is the newest usable one of *key_ids*, those that the owner's authentic row names.  If
+        none is usable, it is the newest one that this operation has created, if any.
         """
-        self._named[owner_tag] = key_ids
+        self._candidate_ids[owner_tag] = key_ids
 
     def ids_to_store(self, owner_tag: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
@@ -275,15 +275,15 @@ class StagedKeys:
         the clock of this process may be behind the clock that measured the start.
         """
         keyring, writer = self._key_cache.keyring, self._key_cache.writer
-        master_id = keyring.current_id
+        master_id = keyring.wrapping_master_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
-        if len(keys.by_id) >= MAX_KEYS - _KEYS_AT_ONCE:
+        if len(keys.by_id) >= MAX_KEYS - _KEY_HEADROOM:
             raise ConfigurationError(
                 f"this user or app has {len(keys.by_id)} data keys, and can get no more: run "
                 "`retire`, which deletes those that no record needs"
             )
-        generation = max(self._taken.get(owner_tag, -1), keys.newest_generation) + 1
+        generation = max(self._highest_generation.get(owner_tag, -1), keys.newest_generation) + 1
         if generation > _LAST_GENERATION:
             raise TamperedError(
                 "a data key of this owner has the highest possible generation",
@@ -296,7 +296,7 @@ class StagedKeys:
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
-        self._named.pop(owner_tag, None)
+        self._candidate_ids.pop(owner_tag, None)
         self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
@@ -309,7 +309,7 @@ class StagedKeys:
         key.
         """
         keyring = self._key_cache.keyring
-        return {"master_id": keyring.current_id, "master_count": keyring.row_count}
+        return {"master_id": keyring.wrapping_master_id, "master_count": keyring.row_count}
 
     def has_keys(self, owner_tag: bytes) -> bool:
         """Return whether this transaction has read or created an authentic key of the owner."""
@@ -320,7 +320,7 @@ class StagedKeys:
         return row.id in self._owner_tags
 
     def current(self, owner_tag: bytes) -> DataKey | None:
-        """Return the owner's current data key, if `choose_current` has found one."""
+        """Return the owner's current data key, if `set_candidate_ids` has found one."""
         keys = self._keys_of(owner_tag)
         return keys.current if keys else None
 
@@ -329,7 +329,7 @@ class StagedKeys:
         keys = self._keys_of(owner_tag)
         return bool(keys and keys.current and keys.current.generation == keys.newest_generation)
 
-    def is_as_new_as(self, owner_tag: bytes, *stored: bytes) -> bool:
+    def current_is_as_new_as(self, owner_tag: bytes, *stored: bytes) -> bool:
         """Return whether the current data key is at least as new as the keys that encrypt *stored*.
 
         Return False if there is no current data key.  If the result is False, the caller reads the
@@ -369,19 +369,19 @@ class StagedKeys:
         self,
         owner_tag: bytes,
         context: bytes,
-        stored: bytes,
-        unpack: Callable[[bytes], bytes] = records.expand,
+        record: bytes,
+        if_packed: Callable[[bytes], bytes] = records.unpack,
     ) -> bytes:
-        """Decrypt *stored*, a record of the owner, and return the content."""
-        return self.open_plaintext(owner_tag, context, stored, unpack)[1:]
+        """Decrypt *record*, a record of the owner, and return the content."""
+        return self.open_with_flags(owner_tag, context, record, if_packed)[1:]
 
-    def open_plaintext(
-        self, owner_tag: bytes, context: bytes, stored: bytes, unpack: Callable[[bytes], bytes]
+    def open_with_flags(
+        self, owner_tag: bytes, context: bytes, record: bytes, if_packed: Callable[[bytes], bytes]
     ) -> bytes:
-        """Decrypt *stored*, a record of the owner; *unpack* as in `records.open_plaintext`."""
-        key = self.key_of(owner_tag, stored)
+        """Decrypt *record*, a record of the owner; *if_packed* as in `records.open_with_flags`."""
+        key = self.key_of(owner_tag, record)
         began = perf_counter()
-        plaintext = records.open_plaintext(stored, context, key.cipher, unpack)
+        plaintext = records.open_with_flags(record, context, key.cipher, if_packed)
         if self.operation is not None:
             self.count_decrypted(key, len(plaintext) - 1, began)
         return plaintext
@@ -402,13 +402,13 @@ class StagedKeys:
         if self.operation is not None:
             self.operation.values.append((kinds[hit], 1, 0.0))
 
-    def key_of(self, owner_tag: bytes, stored: bytes) -> DataKey:
-        """Return the data key that the header of the record *stored* names.  No other key is tried.
+    def key_of(self, owner_tag: bytes, record: bytes) -> DataKey:
+        """Return the data key that the header of *record* names.  No other key is tried.
 
         Raises the error of the row of the data key, if `load` has rejected it.
         """
         keys = self._keys_of(owner_tag)
-        backend_id, key_id = records.parse_header(stored)
+        backend_id, key_id = records.parse_header(record)
         if backend_id not in self._key_cache.backends:
             raise _not_listed(backend_id)
         if key_id in self._rejected:
@@ -442,15 +442,15 @@ class StagedKeys:
         self._cached.pop(owner_tag, None)
 
     def _keys_of(self, owner_tag: bytes) -> OwnerKeys | None:
-        """Return the owner's data keys, with the current one that `choose_current` describes."""
+        """Return the owner's data keys, with the current one that `set_candidate_ids` describes."""
         keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
         if keys is None and self._uses_cache:
             keys = self._key_cache.by_owner.get(owner_tag)
             if keys is not None:
                 self._cached[owner_tag] = keys
-        if keys is None or owner_tag not in self._named:
+        if keys is None or owner_tag not in self._candidate_ids:
             return keys
-        key_ids, current = self._named.pop(owner_tag), keys.current
+        key_ids, current = self._candidate_ids.pop(owner_tag), keys.current
         if current is not None and key_ids == (current.id,) and self._is_usable(current):
             return keys  # the usual case: an earlier call has determined the current data key
         usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
@@ -501,7 +501,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
     master = keyring.master(master_id)
-    return records.open_plaintext(row.wrapped, context, master, records.reject_flags)[1:]
+    return records.open_with_flags(row.wrapped, context, master, records.reject_flags)[1:]
 
 
 def _not_listed(backend_id: int) -> DecryptionError:

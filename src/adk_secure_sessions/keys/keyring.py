@@ -131,7 +131,7 @@ class Keyring(HoldsSecrets):
     masters: Mapping[int, Aes256Gcm]
     # The data master that wraps new data keys; None if all data masters are stored as plaintext,
     # and this process writes encrypted records.
-    current_id: int | None
+    wrapping_master_id: int | None
     # The data masters with whose data keys this process may encrypt.  A data master that is stored
     # as plaintext is usable only if the writing backend is `NoOpBackend`: anybody with read access
     # to the database can unwrap its data keys.
@@ -319,7 +319,7 @@ async def open_keyring(
         database_id,
         index_master,
         masters,
-        current_id=max(usable)[2] if usable else None,
+        wrapping_master_id=max(usable)[2] if usable else None,
         usable=frozenset(row_id for *_, row_id in usable),
         rows=opening.accepted,
         rejected=opening.rejected,

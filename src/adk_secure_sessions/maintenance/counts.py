@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
-from adk_secure_sessions.formats.records import header_ids
+from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
@@ -121,7 +121,7 @@ async def count_records(
                 and (keyring is None or can_unwrap(row, keyring))
             }
             for owner, start, rows in groups:
-                backend_id, key_id = header_ids(start) or (None, None)
+                backend_id, key_id = parse_header_or_none(start) or (None, None)
                 counts[table.name, backend_id] += rows
                 if key_id is not None and key_id == current_ids.get(owner):
                     under_current[table.name, backend_id] += rows
@@ -137,7 +137,7 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
     counts: Counter[tuple[int, int | None]] = Counter()
     async for keys in scan_data_keys(db):
         for key in keys:
-            _, master_id = header_ids(key.wrapped) or (None, None)
+            _, master_id = parse_header_or_none(key.wrapped) or (None, None)
             counts[key.backend_id, master_id] += 1
         await meter.advance(len(keys))
     return tuple(DataKeyCount(*key, number) for key, number in counts.items())
@@ -186,7 +186,7 @@ async def current_keys(
     encrypting: dict[object, int] = {}  # the ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
         for tag, stored in await rows_where(db.runner.read, query, table.c.tag, several):
-            if (parts := header_ids(stored)) is not None:
+            if (parts := parse_header_or_none(stored)) is not None:
                 encrypting[tag] = parts[1]
     current: dict[object, DataKeyRow] = {}
     newer_than_current: set[int] = set()

@@ -15,8 +15,8 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reas
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     build_header,
-    header_ids,
     keep_packed,
+    parse_header_or_none,
     reject_flags,
     require_bytes,
     split_id,
@@ -176,7 +176,7 @@ async def _records_of_owner(
         if table is users:
             _, plaintext = split_id(plaintext)
         _, key_ids, _ = split_owner(plaintext)
-        keys.choose_current(stored.tag, key_ids)
+        keys.set_candidate_ids(stored.tag, key_ids)
     return [_EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
 
 
@@ -251,7 +251,7 @@ class DataRotationRun(Rotation):
         super().__init__(db, "data", DataRotation(), dry_run=dry_run)
 
     async def _check_and_count_rows(self) -> int:
-        if (await self._db.keyring()).current_id is None:
+        if (await self._db.keyring()).wrapping_master_id is None:
             raise ConfigurationError(
                 "the keyring has no data master except one stored as plaintext, which protects "
                 "nothing: run `rotate master` first"
@@ -353,7 +353,7 @@ class DataRotationRun(Rotation):
             column = record.column
             try:
                 with locating_errors(column.name, record.name):
-                    if target is None or header_ids(record.stored) != new_ids:
+                    if target is None or parse_header_or_none(record.stored) != new_ids:
                         context = column.context(record.ids, record.row)
                         plaintext = _plaintext(keys, owner_tag, context, column, record.stored)
                         old.append((record, context, plaintext))
@@ -412,8 +412,8 @@ def _plaintext(
     keys: StagedKeys, owner_tag: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
-    unpack = reject_flags if column.table is witnesses else keep_packed
-    return keys.open_plaintext(owner_tag, context, stored, unpack)
+    if_packed = reject_flags if column.table is witnesses else keep_packed
+    return keys.open_with_flags(owner_tag, context, stored, if_packed)
 
 
 # The records to replace and the new ones, by column.

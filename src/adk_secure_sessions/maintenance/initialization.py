@@ -102,7 +102,7 @@ async def check(db: Database) -> Check:
         str(data.format_version),
         backends.writer.root_key.key_id,
         len(keys.keyring),
-        keyring.current_id,
+        keyring.wrapping_master_id,
         db.runner.executors.has_key_database,
         data.has_plaintext_records,
     )

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.records import header_ids
+from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.row_scan import header_of
 from adk_secure_sessions.storage.queries import first_rows
@@ -135,7 +135,7 @@ async def record_headers(
     found = []
     for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        ids = None if source is keyring else header_ids(start)
+        ids = None if source is keyring else parse_header_or_none(start)
         backend_id, key_id = ids or (None, None)
         root_key_id = more if source is keyring else None
         of_session = "collection" if more else "session"

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, record_new_key
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.formats.records import header_ids
+from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
     DataKeyRow,
@@ -145,7 +145,8 @@ class _MasterRotationRun(Rotation):
         keyring = await self._db.keyring()
         current = (WRAP_BACKEND_ID, self.result.master_id)
         async for rows in scan_data_keys(self._db):
-            await self._wrap([row for row in rows if header_ids(row.wrapped) != current], keyring)
+            old = [row for row in rows if parse_header_or_none(row.wrapped) != current]
+            await self._wrap(old, keyring)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()
         return self.result.rotated > before

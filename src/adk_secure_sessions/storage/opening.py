@@ -72,7 +72,7 @@ async def open_database(
         now = time_now()
         missing = [INDEX, DATA]
         if keyring is not None:
-            missing = [DATA] if keyring.current_id is None else []
+            missing = [DATA] if keyring.wrapping_master_id is None else []
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
         if keyring is None or missing or not meta_rows.keys() <= key_survey.meta_rows.keys():

@@ -102,7 +102,7 @@ def size_of_event(plaintext: bytes) -> int:
 
 @dataclass(slots=True, eq=False, repr=False)
 class History(HoldsSecrets):
-    """The first events of a session, which the links prove; it is never changed.
+    """The first events of a session, decrypted and checked with their links; never changed.
 
     All readers get the same event objects: copies would take most of the time that the cache saves.
     *row* is the row id of the session, and *link* the link of the last of these events.  *times*
@@ -398,16 +398,16 @@ class OperationRunner:
         return self._backends
 
     async def keyring(self) -> Keyring:
-        return (await self._current()).key_cache.keyring
+        return (await self._ensure_open()).key_cache.keyring
 
     async def key_cache(self) -> KeyCache:
-        return (await self._current()).key_cache
+        return (await self._ensure_open()).key_cache
 
     async def cached_object(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that is kept for *key* until the caches are emptied; *make* returns a
         new one.
         """
-        opened = await self._current()
+        opened = await self._ensure_open()
         if key not in opened.objects:
             opened.objects[key] = make()
         made: T = opened.objects[key]
@@ -440,7 +440,7 @@ class OperationRunner:
         # The tags stay the same when caches expire: `run` empties those.
         opened = None if self._before_use else self._opened
         if opened is None:
-            opened = await self._current()
+            opened = await self._ensure_open()
         ids = (app_name, user_id, session_id, is_collection)
         return opened.identities.get(ids) or identify(opened.key_cache.keyring.index_master, *ids)
 
@@ -462,7 +462,7 @@ class OperationRunner:
         If a cached user is not stored any more, another process has erased the user.  Then empty
         all caches, which may contain other rows of the user.
         """
-        opened = await self._current()
+        opened = await self._ensure_open()
         try:
             return await self._run_with_retries(operation, opened, conflicts)
         finally:
@@ -487,7 +487,7 @@ class OperationRunner:
         rereads = 0
         is_first = True
         retries: Retries | None = None  # after a failed attempt
-        stored: list[int] = []  # the ids of data keys stored in the key database
+        new_key_ids: list[int] = []  # of data keys stored in the key database
         in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
             keyring_seen = key_cache.keyring
@@ -495,7 +495,7 @@ class OperationRunner:
                 key_cache,
                 accepts_changed_keyring=accepts_changed_keyring,
                 uses_cache=not needs_fresh_keys,
-                stored_earlier=stored,
+                stored_earlier=new_key_ids,
                 packing=self._packing,
             )
             source = KeySource.CACHE
@@ -534,14 +534,14 @@ class OperationRunner:
                     needs_fresh_keys = True
                     telemetry.count_retry("unknown_key")
                 except NeedsDataKey as need:
-                    if len(stored) == _NEW_KEYS:
+                    if len(new_key_ids) == _NEW_KEYS:
                         raise SecureSessionError(
                             f"{_NEW_KEYS} new data keys were created, and another one is needed: "
                             "try again",
                             retryable=True,
                         ) from None
                     row = await self._store_data_key(key_cache, keys, need, keyring_seen)
-                    stored.append(row.id)
+                    new_key_ids.append(row.id)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
                     await self.reread_keyring(key_cache, keyring_seen)
@@ -637,7 +637,7 @@ class OperationRunner:
             if (opened := self._opened) is not None and opened.key_cache.keyring is old:
                 opened.key_cache.keyring = renewed
 
-    async def _current(self) -> _OpenState:
+    async def _ensure_open(self) -> _OpenState:
         """Return the keys and the caches; open the database, or empty expired caches, first."""
         opened = self._opened
         if opened is None:

@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import (
     NO_LINK,
     Packing,
     encode_text,
-    open_plaintext,
+    open_with_flags,
     packing_of,
     split_link,
     with_id,
@@ -101,7 +101,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
         attempt.call_after_commit(partial(attempt.cache.put_owner, witness, owner))
-    attempt.keys.choose_current(row.tag, owner.key_ids)
+    attempt.keys.set_candidate_ids(row.tag, owner.key_ids)
     return owner
 
 
@@ -286,7 +286,7 @@ def open_events(
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
-            plaintext = open_plaintext(record, context, key.cipher)
+            plaintext = open_with_flags(record, context, key.cipher)
             if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
                 raise other_history()
             previous = plaintext[EVENT_LINK]
@@ -332,7 +332,8 @@ def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
     """Return how the record in the row of *owner* is compressed and padded."""
     row = owner.row
     context = _column_of(row).context(attempt.identity.ids, row)
-    return packing_of(attempt.keys.open_plaintext(row.tag, context, row.state, records.keep_packed))
+    plaintext = attempt.keys.open_with_flags(row.tag, context, row.state, records.keep_packed)
+    return packing_of(plaintext)
 
 
 def seal_witness(

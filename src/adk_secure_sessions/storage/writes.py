@@ -173,7 +173,7 @@ class OwnerChanges:
         """
         tag = owner.row.tag
         if self._keys.stored_earlier:
-            self._keys.choose_current(tag, self._keys.stored_earlier)
+            self._keys.set_candidate_ids(tag, self._keys.stored_earlier)
         current = self._keys.current(tag)
         is_newest = self._keys.current_is_newest(tag)
         if current is None or current.created_at < since or not is_newest:
@@ -222,7 +222,7 @@ class OwnerChanges:
         database, a process may have stopped after it stored the data key.  But the key may also be
         an erased one that an attacker inserted again, so create a new one.
         """
-        self._require_read_keys()
+        self._require_fresh_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
         if self._keys.has_keys(owner_tag) and not separate:
             raise TamperedError(
@@ -230,12 +230,12 @@ class OwnerChanges:
                 "its data key is still stored",
                 Reason.MISSING,
             )
-        self._keys.choose_current(owner_tag, ())
+        self._keys.set_candidate_ids(owner_tag, ())
         if self._keys.current(owner_tag) is None:
             self._new_key(owner_tag)
 
     def _ensure_key(self, owner_tag: bytes, *stored: bytes) -> None:
-        """Ensure that the owner's current data key cannot be deleted by `retire` before the commit.
+        """Make sure that `retire` cannot delete the owner's current data key before the commit.
 
         `retire` never deletes a key at least as new as one that encrypts an unchanged record.  So
         if the current key is at least as new as the keys of *stored*, nothing is needed.  Otherwise
@@ -243,16 +243,16 @@ class OwnerChanges:
         change can lock a row in a key database: a new data key is created.
         """
         keys = self._keys
-        if keys.is_as_new_as(owner_tag, *stored):
+        if keys.current_is_as_new_as(owner_tag, *stored):
             return
-        self._require_read_keys()
+        self._require_fresh_keys()
         if keys.stored_earlier:
-            keys.choose_current(owner_tag, keys.stored_earlier)
-            if keys.is_as_new_as(owner_tag, *stored):
+            keys.set_candidate_ids(owner_tag, keys.stored_earlier)
+            if keys.current_is_as_new_as(owner_tag, *stored):
                 return
         for record in stored:
-            # Raise an error if the record's key does not exist.  Otherwise, `is_as_new_as` would
-            # return False in every attempt, and each attempt would create another key.
+            # Raise an error if the record's key does not exist.  Otherwise, `current_is_as_new_as`
+            # would return False in every attempt, and each attempt would create another key.
             keys.key_of(owner_tag, record)
         current = keys.current(owner_tag)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
@@ -271,7 +271,7 @@ class OwnerChanges:
         columns = row._asdict() | self._keys.keyring_guard()
         self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
-    def _require_read_keys(self) -> None:
+    def _require_fresh_keys(self) -> None:
         """If this attempt uses cached data keys, let the next attempt read them again."""
         if self._attempt.key_source is KeySource.CACHE:
             raise UnknownKeyError("the owner's data keys have to be read again")
@@ -311,7 +311,7 @@ class Write(Generic[T]):
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
-        return await run(transaction, attempt.run_after_commit, holds_locks=locks)
+        return await run(transaction, attempt.run_after_commit, in_one_transaction=locks)
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         for query in self.lock_queries:
@@ -442,7 +442,7 @@ def cached_owners(attempt: Attempt) -> CachedOwners | None:
     if not (app and user and app.witness and user.witness):
         return None
     same = (user.value.user_id, user.value.app_row) == (identity.user_id, app.value.row.id)
-    if not same or not attempt.keys.is_as_new_as(identity.user_tag, user.value.row.state):
+    if not same or not attempt.keys.current_is_as_new_as(identity.user_tag, user.value.row.state):
         return None
     values = app.value.row + user.value.row + app.witness + user.witness
     return CachedOwners(app.value, user.value, dict(zip(sql.OWNER_COLUMNS, values, strict=True)))
@@ -503,7 +503,8 @@ class AppendEvent(Write[StoredSession]):
         cached = attempt.cache.verified_session(identity.session_tag)
         if cached is None or cached.id_and_revision != self.expected or cached.has_expired:
             return None
-        return cached if attempt.keys.is_as_new_as(identity.user_tag, cached.row.state) else None
+        is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.state)
+        return cached if is_usable else None
 
     def _append_to(
         self, attempt: Attempt, session: StoredSession
@@ -542,10 +543,11 @@ class AppendEvent(Write[StoredSession]):
         if event.session_delta and attempt.keys.keyring.indexed_keys:
             indexed = index_rows.entries(attempt, "", event.session_delta)
             changes += index_rows.update(old.id, indexed)
-        one = (event.plaintext, event.time)
-        (stored,) = sealed_rows.seal_events(attempt, old.id, seq, [one], [link], session.head)
-        changes.append(Change(sql.INSERT_EVENT, parameters(stored)))
-        self._sent[stored.event] = new
+        (event_row,) = sealed_rows.seal_events(
+            attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
+        )
+        changes.append(Change(sql.INSERT_EVENT, parameters(event_row)))
+        self._sent[event_row.event] = new
         attempt.cache_session(new)
         attempt.call_after_commit(partial(self.on_stored, new))
         return changes, new
@@ -678,7 +680,7 @@ class EnsureOwners(Write[StagedKeys]):
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         if app and user and user.app_row == app.row.id:
             keys = attempt.keys
-            if all(keys.is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
+            if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
                 attempt.run_after_commit()
                 return keys
         return await super().execute(attempt, executors)

@@ -221,7 +221,7 @@ class AuditTrail(HoldsSecrets):
         entries: Sequence[AuditEntry],
         on_commit: Callable[[bool], None] | None = None,
         *,
-        holds_locks: bool = False,
+        in_one_transaction: bool = False,
     ) -> tuple[T, bool]:
         """Run *transaction*, and store *entries* in it if the transaction changes something.
 
@@ -240,7 +240,7 @@ class AuditTrail(HoldsSecrets):
         try:
             draft.rows, head = chain.seal(entries)  # ValueError: a record is too long
             result = await self.executor.write(
-                partial(draft.steps, transaction), committed, holds_locks=holds_locks
+                partial(draft.steps, transaction), committed, in_one_transaction=in_one_transaction
             )
             return result, draft.is_applied
         except Conflict:
