@@ -24,7 +24,7 @@ from google.genai import types
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.migration import adk_sql
-from adk_secure_sessions.migration.adk_sql import Kind
+from adk_secure_sessions.migration.adk_sql import TableKind
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import (
@@ -241,7 +241,7 @@ def decoded(content: SessionContent | Unreadable) -> list[Event]:
 async def assert_same_as_adk(service: BaseSessionService, source: Source) -> int:
     """Compare everything in *source* with what *service* returns; return the number of events."""
     apps, users = await states_of(source)
-    from_json = source.description in (Kind.ADK_V1, Kind.ADK_SQLITE)
+    from_json = source.description in (TableKind.ADK_V1, TableKind.ADK_SQLITE)
     number = 0
     for key, content in (await contents(source)).items():
         expected = await service.get_session(

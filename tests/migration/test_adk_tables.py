@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import ConfigurationError, DatabaseError
 from adk_secure_sessions.migration import Package1x, adk_sql, open_source
-from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
+from adk_secure_sessions.migration.adk_sql import TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.conformance import samples, values
@@ -48,7 +48,7 @@ __all__ = ["adk"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-async def detect(url: Any = None, **options: Any) -> frozenset[Kind]:
+async def detect(url: Any = None, **options: Any) -> frozenset[TableKind]:
     async with AdkTables(url, **options) as source:
         return await source.inspect(kinds_in)
 
@@ -229,7 +229,7 @@ async def test_file_that_both_services_of_google_adk_wrote_is_read(adk: Adk) -> 
     await fill(service, [said(at=START)], session_id="c")
     async with adk.source() as source:
         assert await assert_same_as_adk(service, source) == 4
-        assert source.description == Kind.ADK_V1
+        assert source.description == TableKind.ADK_V1
         selection = Selection(since=round((START + 0.5) * 1e6))
         assert [one.session_id for one in await listed(source, selection)] == ["a"]
     await service.db_engine.dispose()
@@ -524,7 +524,7 @@ async def test_rows_that_an_attacker_adds_while_the_source_is_open_do_not_make_i
 @pytest.mark.skipif(not READS_V0, reason="this google-adk has no restricted unpickler")
 async def test_database_of_google_adk_1_20_is_read(tmp_path: Path) -> None:
     with one_pickle_reader(), frozen_v0(tmp_path) as (url, returned):
-        assert await detect(url) == {Kind.ADK_V0}
+        assert await detect(url) == {TableKind.ADK_V0}
         service = DatabaseSessionService(url.render_as_string())
         async with AdkTables(url) as source:
             found = {one.session_id: content for one, content in (await contents(source)).items()}
@@ -594,7 +594,9 @@ async def test_release_without_restricted_unpickler_is_rejected(
 
 
 async def test_kind_is_detected_and_described(adk: Adk) -> None:
-    expected = {"v1": Kind.ADK_V1, "v0": Kind.ADK_V0, "sq": Kind.ADK_SQLITE}[adk.kind[:2]]
+    expected = {"v1": TableKind.ADK_V1, "v0": TableKind.ADK_V0, "sq": TableKind.ADK_SQLITE}[
+        adk.kind[:2]
+    ]
     await fill(adk.service, [said()])
     assert await detect(adk.url) == {expected}
     engine = create_async_engine(adk.url)
@@ -614,7 +616,7 @@ async def test_plaintext_in_a_database_of_1_x_does_not_make_it_one_of_google_adk
     insert_sessions(adk, 150)
     first_and_last = "user_id IN ('u0', 'u6')"
     adk.run(f"UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE NOT {first_and_last}")
-    assert await detect(adk.url) == {Kind.PACKAGE_1X}
+    assert await detect(adk.url) == {TableKind.PACKAGE_1X}
     async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
         assert isinstance(source, Package1x)
     both = r"in part, by adk-secure-sessions 1\.x: give the key .* if google-adk has written"

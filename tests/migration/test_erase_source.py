@@ -235,7 +235,7 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
     done = await erased_with_a_write_after_the_comparison(
         source_url, target_url, lambda: write_more(source_url, "ada", "s1", **late)
     )
-    assert (numbers(done), done.changed, done.succeeded) == ((0, 0, 0), True, False)
+    assert (numbers(done), done.source_changed, done.succeeded) == ((0, 0, 0), True, False)
     assert done.comparison.withdrawn
     assert rows(source_url) == [6, 19, 1, 2]
     async with database(target_url) as db:

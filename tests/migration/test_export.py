@@ -94,7 +94,7 @@ async def lines(source: str, **options: Any) -> list[dict[str, Any]]:
     async with Database(source, BACKEND) as db:
         done = await export_lines(db, written.append, **options)
     assert (done.bad, done.sessions + done.states) == (0, len(written))
-    assert (done.verified, done.extra) == (None, None)
+    assert (done.verified, done.only_in_target) == (None, None)
     assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in written)
     return [json.loads(line) for line in written]
 
@@ -157,7 +157,7 @@ async def test_google_adk_reads_what_was_exported(file_url: str, target: str) ->
     bad = unsuitable if on_postgresql else set()
     assert (done.bad, done.sessions) == (len(bad), len(expected) - len(bad))
     # The sessions that PostgreSQL cannot hold are missing, and the comparison says so, too.
-    assert (done.verified, done.differences, done.extra) == (len(expected), len(bad), 0)
+    assert (done.verified, done.different, done.only_in_target) == (len(expected), len(bad), 0)
     async with adks_own(target) as theirs:
         stored = await everything(theirs, (APP,))
         assert stored.keys() == expected.keys() - bad
@@ -251,7 +251,12 @@ async def test_app_with_another_spelling_is_another_app(file_url: str, mariadb: 
             for number, app_name in enumerate(("grün ", "GRÜN", "grün")):
                 await of.create_session(app_name=app_name, user_id="ada", session_id=f"{number}")
                 done = await export(file_url, target, app_name=app_name, verify=True)
-                assert (done.sessions, done.verified, done.extra, done.succeeded) == (1, 1, 0, True)
+                assert (done.sessions, done.verified, done.only_in_target, done.succeeded) == (
+                    1,
+                    1,
+                    0,
+                    True,
+                )
         async with AdkTables(target) as source:
             selection = Selection("GRÜN")
             assert await source.count(selection) == 1
@@ -308,7 +313,7 @@ async def test_what_the_target_has_is_never_changed(file_url: str, adk_file: str
         found = await theirs.get_session(app_name=APP, user_id="ada", session_id="s0")
     assert found is not None
     assert (found.state, found.events) == (mine.state, [])
-    assert (done.sessions, done.bad, done.extra) == (3, 2, 1)
+    assert (done.sessions, done.bad, done.only_in_target) == (3, 2, 1)
     details = [one.reason for one in done.findings if one.kind == "session"]
     assert details[0].startswith("the target has another session with its ids: different: state")
     assert [one.kind for one in done.findings[:2]] == ["session", "user"]
@@ -403,7 +408,7 @@ async def test_session_that_the_target_cannot_hold_is_reported(file_url: str, ta
     done = await export(file_url, target, skip_bad=True, verify=True)
     assert {one.tag: one.reason for one in done.findings[: len(cases)]} == tags
     assert (done.sessions, done.bad, done.stopped) == (1, len(cases), False)
-    assert done.differences == len(cases)  # they are missing
+    assert done.different == len(cases)  # they are missing
     stopped = await export(file_url, target)
     assert (stopped.bad, stopped.stopped) == (1, True)
 

@@ -240,7 +240,7 @@ def comparison_notes(result: "migration.Comparison", dry_run: bool = False) -> I
 
 
 def source_erasure_notes(result: "migration.SourceErasure", dry_run: bool) -> Iterator[str]:
-    if result.changed:
+    if result.source_changed:
         yield (
             "nothing was deleted, because the source has changed since it was compared: end every "
             "process that writes to it, then copy and compare again"

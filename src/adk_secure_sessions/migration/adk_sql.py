@@ -46,7 +46,7 @@ _NOT_TEXT = (
 _MOST_NAMED_ROWS = 10  # the maximum number of such rows that an error names
 
 
-class Kind(StrEnum):
+class TableKind(StrEnum):
     """The kinds of session databases that can be recognized from their tables."""
 
     ADK_V1 = "google-adk's tables, schema v1"
@@ -57,7 +57,7 @@ class Kind(StrEnum):
 
 
 _MYSQL = ("mysql", "mariadb")
-_ADK_KINDS = (Kind.ADK_V1, Kind.ADK_V0, Kind.ADK_SQLITE)
+_ADK_KINDS = (TableKind.ADK_V1, TableKind.ADK_V0, TableKind.ADK_SQLITE)
 
 
 # --- SQL -----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class AdkQueries:
     *time_zone* is that of the writers; None for the zone that the installed google-adk assumes.
     """
 
-    kinds: tuple[Kind, ...] = _ADK_KINDS
+    kinds: tuple[TableKind, ...] = _ADK_KINDS
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:
         kinds = kinds_in(connection)
@@ -126,7 +126,7 @@ class AdkQueries:
                 "the database contains no tables of google-adk's session services (found: "
                 f"{others}): check the URL of the source"
             )
-        self.kind: Kind = own_kinds[0]
+        self.kind: TableKind = own_kinds[0]
         self.dialect: str = connection.dialect.name
         self._is_mysql = self.dialect in _MYSQL
         self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self.dialect)
@@ -139,7 +139,7 @@ class AdkQueries:
         inspector = sa.inspect(connection)
         # Whether `events` has an index on the session's ids.  google-adk 1.28 and later create this
         # index when they open a database.
-        self._has_index = self.kind is Kind.ADK_SQLITE or any(
+        self._has_index = self.kind is TableKind.ADK_SQLITE or any(
             index["column_names"][:3] == ["app_name", "user_id", "session_id"]
             for index in inspector.get_indexes("events")
         )
@@ -147,11 +147,11 @@ class AdkQueries:
         columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
         self._read_event: EventReader = adk_rows.event_of_json
         self.pickles: PickleReader | None = None  # of schema v0
-        if self.kind is Kind.ADK_V0:
+        if self.kind is TableKind.ADK_V0:
             columns = adk_rows.PICKLED_COLUMNS
             self.pickles = PickleReader()
             self._read_event = partial(adk_rows.event_of_pickle, self.pickles)
-        elif self.kind is Kind.ADK_SQLITE:
+        elif self.kind is TableKind.ADK_SQLITE:
             self._read_event = partial(adk_rows.event_of_json, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
@@ -298,7 +298,7 @@ class AdkQueries:
 
     def _events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the three ids and the columns of each event, in the order of google-adk."""
-        tie_breaker = _e.c.rowid if self.kind is Kind.ADK_SQLITE else _e.c.id
+        tie_breaker = _e.c.rowid if self.kind is TableKind.ADK_SQLITE else _e.c.id
         if self._is_mysql:
             query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _OF_SESSION)
             query = query.where(self._is_one_of(_SESSION_KEY, keys))
@@ -492,7 +492,7 @@ def can_store(dialect: str, *texts: str) -> bool:
 # --- Recognition ---------------------------------------------------------------------------------
 
 
-def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset[Kind]:
+def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset[TableKind]:
     """Return which kinds of session tables the database contains.
 
     google-adk and adk-secure-sessions 1.x use the same names.  If 1.x has encrypted one of the
@@ -502,18 +502,20 @@ def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset
     """
     inspector = sa.inspect(connection)
     tables = set(inspector.get_table_names())
-    kinds = {Kind.ENCRYPTED} if "secure_meta" in tables else set()
+    kinds = {TableKind.ENCRYPTED} if "secure_meta" in tables else set()
     if {"sessions", "events", "app_states", "user_states"} <= tables:
         columns = {column["name"]: column for column in inspector.get_columns("events")}
         if {"app_name", "user_id", "session_id", "timestamp"} <= columns.keys():
             reads_all = reads_all and not kinds
             states = not_plaintext(connection) if reads_all else _first_and_last_states(connection)
             is_1x = any(map(is_envelope, states))
-            kinds.add(Kind.PACKAGE_1X if is_1x else _kind_of_adk(connection, tables, columns))
+            kinds.add(TableKind.PACKAGE_1X if is_1x else _kind_of_adk(connection, tables, columns))
     return frozenset(kinds)
 
 
-def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]) -> Kind:
+def _kind_of_adk(
+    connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]
+) -> TableKind:
     if "adk_internal_metadata" in tables:
         metadata = _table("adk_internal_metadata", ("key",), "value")
         query = sa.select(metadata.c.value).where(metadata.c.key == "schema_version")
@@ -523,11 +525,11 @@ def _kind_of_adk(connection: sa.Connection, tables: set[str], columns: Mapping[s
                 f"google-adk's tables have the schema version {version!r:.20}, which this release "
                 "of adk-secure-sessions does not know: use a later release"
             )
-        return Kind.ADK_V1 if version == "1" else Kind.ADK_V0
+        return TableKind.ADK_V1 if version == "1" else TableKind.ADK_V0
     if "event_data" not in columns:
-        return Kind.ADK_V0
+        return TableKind.ADK_V0
     is_seconds = isinstance(columns["timestamp"]["type"], sa.Float | sa.REAL)
-    return Kind.ADK_SQLITE if is_seconds else Kind.ADK_V1
+    return TableKind.ADK_SQLITE if is_seconds else TableKind.ADK_V1
 
 
 def _first_and_last_states(connection: sa.Connection) -> list[str | bytes]:

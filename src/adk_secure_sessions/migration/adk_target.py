@@ -33,7 +33,7 @@ from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
-from adk_secure_sessions.migration.adk_sql import SESSIONS, Kind, can_store, is_name, kinds_in
+from adk_secure_sessions.migration.adk_sql import SESSIONS, TableKind, can_store, is_name, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.comparison import differences
 from adk_secure_sessions.migration.sources import (
@@ -374,18 +374,18 @@ def _parsed(url: str | sa.URL) -> sa.URL:
 def _create_tables(connection: sa.Connection) -> None:
     """Create missing tables of google-adk, unless there are others with the same names."""
     kinds = kinds_in(connection)
-    if Kind.ENCRYPTED in kinds:
+    if TableKind.ENCRYPTED in kinds:
         raise ConfigurationError(
             "the target is an encrypted database of this package, perhaps the source itself: "
             "plaintext is not written to it; give another database"
         )
-    if not kinds - {Kind.ADK_V1}:
+    if not kinds - {TableKind.ADK_V1}:
         v1.Base.metadata.create_all(connection)
         table: sa.Table = v1.StorageMetadata.__table__  # type: ignore[assignment]
         key = {"key": "schema_version"}
         if connection.execute(sa.select(table).filter_by(**key)).first() is None:
             connection.execute(sa.insert(table), [{**key, "value": "1"}]).close()
-        if Kind.ADK_V1 in kinds_in(connection):
+        if TableKind.ADK_V1 in kinds_in(connection):
             return
     raise ConfigurationError(
         "the target has other tables of the same names, such as google-adk's older schema: give a "

@@ -48,8 +48,8 @@ class Export(Result):
             google-adk's database cannot hold them, or the target has other content for their ids.
         stopped: Whether the run stopped at the first of these bad sessions and states.
         verified: How many sessions were compared after the export; None without `verify`.
-        differences: How many of these sessions, and of the states, differ in the target.
-        extra: How many sessions only the target has; None without `verify`.
+        different: How many of these sessions, and of the states, differ in the target.
+        only_in_target: How many sessions only the target has; None without `verify`.
         findings: The first 1000 sessions and states that are bad or differ.
         seconds: How long the run took.
     """
@@ -61,9 +61,9 @@ class Export(Result):
     bad: int = counter("item", "not exported", wrong=True)
     stopped: bool = False
     verified: int | None = counter("session", "compared", default=None)
-    differences: int = counter("item", "different in the target", wrong=True)
-    extra: int | None = counter("session", "only in the target", wrong=True, default=None)
-    findings: tuple[Finding, ...] = listing("bad", "differences")
+    different: int = counter("item", "different in the target", wrong=True)
+    only_in_target: int | None = counter("session", "only in the target", wrong=True, default=None)
+    findings: tuple[Finding, ...] = listing("bad", "different")
     seconds: float = 0.0
 
 
@@ -205,7 +205,7 @@ class _ExportRun:
 
     def report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference is not None:
-            self.result.differences += 1
+            self.result.different += 1
             self._report(ids, difference)
 
     def _report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
@@ -267,7 +267,7 @@ async def _compare(run: _ExportRun, adk: AdkTarget) -> None:
     async for owner, state in run.readable_states(reports=False):
         run.report_difference(owner, await adk.state_difference(owner, state))
     run.result.verified = verified
-    run.result.extra = max(await adk.count(run.app_name, run.user_id) - found, 0)
+    run.result.only_in_target = max(await adk.count(run.app_name, run.user_id) - found, 0)
 
 
 async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> None:

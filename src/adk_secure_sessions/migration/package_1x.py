@@ -18,7 +18,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX, JsonObject
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
-from adk_secure_sessions.migration.adk_sql import AdkQueries, Kind, not_plaintext
+from adk_secure_sessions.migration.adk_sql import AdkQueries, TableKind, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables, try_convert
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -80,7 +80,7 @@ class Package1x(AdkTables):
 
     @property
     def description(self) -> str:
-        return Kind.PACKAGE_1X.value
+        return TableKind.PACKAGE_1X.value
 
     async def queries(self) -> AdkQueries:
         if self._queries is None:
@@ -110,7 +110,7 @@ class _Package1xQueries(AdkQueries):
 
     # `kinds_in` tells the tables of adk-secure-sessions 1.x from google-adk's only by their
     # encrypted states.  So accept tables without encrypted states, for example without any state.
-    kinds = (Kind.PACKAGE_1X, Kind.ADK_V1, Kind.ADK_SQLITE)
+    kinds = (TableKind.PACKAGE_1X, TableKind.ADK_V1, TableKind.ADK_SQLITE)
 
     def __init__(
         self, connection: sa.Connection, time_zone: tzinfo | None, keys: Package1xKeys
@@ -123,7 +123,7 @@ class _Package1xQueries(AdkQueries):
         }
         # The tables of releases before 1.1 are like those of google-adk's SqliteSessionService.
         is_before_1_1 = isinstance(columns["timestamp"], sa.Float)
-        self.kind = Kind.ADK_SQLITE if is_before_1_1 else Kind.ADK_V1
+        self.kind = TableKind.ADK_SQLITE if is_before_1_1 else TableKind.ADK_V1
 
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
         decrypted = super().content(session, row, history)

@@ -14,7 +14,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration.adk_sql import Kind, kinds_in
+from adk_secure_sessions.migration.adk_sql import TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1x
@@ -75,8 +75,9 @@ async def open_source(
             "the source contains neither google-adk's tables nor those of this package: check the "
             "URL of the source"
         )
-    is_1x = Kind.PACKAGE_1X in kinds and not (has_keys and Kind.ENCRYPTED in kinds and backends)
-    is_ours = not is_1x and Kind.ENCRYPTED in kinds and (has_keys or len(kinds) == 1)
+    has_ours = TableKind.ENCRYPTED in kinds
+    is_1x = TableKind.PACKAGE_1X in kinds and not (has_keys and has_ours and backends)
+    is_ours = not is_1x and has_ours and (has_keys or len(kinds) == 1)
     if is_1x and not has_keys:
         raise ConfigurationError(_ENCRYPTED_BY_1X)
     if is_ours and not has_keys:

@@ -28,7 +28,8 @@ class SourceErasure(Result):
         sessions: The number of sessions that were deleted or, in a dry run, would be deleted.
         events: The number of their events.
         states: The number of the states of users and apps.
-        changed: Whether nothing was deleted, because the source has changed since the comparison.
+        source_changed: Whether nothing was deleted, because the source has changed since the
+            comparison.
         obstacles: The reasons why the bytes of deleted rows could not be removed from the files of
             the database.
     """
@@ -37,7 +38,7 @@ class SourceErasure(Result):
     sessions: int = counter("session", "deleted in the source", changes=True)
     events: int = counter("event", "deleted in the source", changes=True)
     states: int = counter("state", "deleted in the source", changes=True)
-    changed: bool = False
+    source_changed: bool = False
     obstacles: tuple[str, ...] = ()
 
     @property
@@ -54,7 +55,7 @@ class SourceErasure(Result):
 
         After a dry run, whether the comparison was clean.
         """
-        return self.comparison.clean and not self.changed and not self.obstacles
+        return self.comparison.clean and not self.source_changed and not self.obstacles
 
 
 @command
@@ -130,7 +131,7 @@ async def erase_source(
                 "since, so its rows may have been deleted or not: look at the source, and end "
                 "every process that writes to it"
             )
-        return SourceErasure(comparison, changed=True)
+        return SourceErasure(comparison, source_changed=True)
     # The attempt after a committed one finds no rows.
     return SourceErasure(comparison, *max(attempts), obstacles=tuple(obstacles))
 
