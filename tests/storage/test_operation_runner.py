@@ -35,6 +35,7 @@ from adk_secure_sessions.storage.operation_runner import (
     NeedsDataKey,
     OpenKeyring,
     OperationRunner,
+    StorageOperation,
     empty_caches,
     read_data_keys,
 )
@@ -70,7 +71,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-class Scripted:
+class Scripted(StorageOperation[object]):
     """An operation that does in each attempt what its script says; keeps the attempts."""
 
     identity = WHO

@@ -11,13 +11,14 @@ these rules, whose limits and pauses are in `db.protocol.Retries`:
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import compress
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import sqlalchemy as sa
@@ -312,18 +313,16 @@ class NeedsDataKey(Exception):
 # --- the runner -----------------------------------------------------------------------------------
 
 
-class StorageOperation(Protocol[T_co]):
+@dataclass(eq=False, repr=False)
+class StorageOperation(Generic[T_co]):
     """A read or write of the rows of *identity*, for `OperationRunner.run`."""
 
-    @property
-    def identity(self) -> Identity: ...
+    needs_fresh_keys = False
+    writes = False
 
-    @property
-    def needs_fresh_keys(self) -> bool: ...
+    identity: Identity
 
-    @property
-    def writes(self) -> bool: ...
-
+    @abstractmethod
     async def execute(self, attempt: Attempt, executors: Executors) -> T_co: ...
 
 

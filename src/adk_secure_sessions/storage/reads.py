@@ -20,16 +20,11 @@ from adk_secure_sessions.storage.operation_runner import (
     History,
     KeySource,
     RowCache,
+    StorageOperation,
     read_data_keys,
     size_of_event,
 )
-from adk_secure_sessions.storage.queries import (
-    EVENT_RECORD,
-    EVENT_SEQ,
-    EVENT_TIME,
-    QueryForms,
-    QueryRows,
-)
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
     EVENTS,
@@ -48,6 +43,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 E = TypeVar("E")
 P = TypeVar("P")
+T = TypeVar("T")
 
 _MOST_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
@@ -58,17 +54,7 @@ _CHUNK = 64
 
 
 @dataclass(eq=False, repr=False)
-class ReadOperation:
-    """Base class of the operations that change nothing."""
-
-    needs_fresh_keys = False
-    writes = False
-
-    identity: Identity
-
-
-@dataclass(eq=False, repr=False)
-class GetSession(ReadOperation, Generic[E]):
+class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
     Return the session and its decoded events; None if there is no such session, or if it has
@@ -253,7 +239,7 @@ class Page(NamedTuple, Generic[E, P]):
 
 
 @dataclass(eq=False, repr=False)
-class ListEvents(ReadOperation, Generic[E]):
+class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
     """Read a page of at most *limit* events: those after the event at *position*, oldest first.
 
     With *newest*, the newest are first, and the page begins with the event at *position*.  Return
@@ -336,7 +322,7 @@ class ListEvents(ReadOperation, Generic[E]):
 
 
 @dataclass(eq=False, repr=False)
-class _Listing(ReadOperation):
+class Listing(StorageOperation[T]):
     """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
@@ -349,7 +335,7 @@ class _Listing(ReadOperation):
     of_app: bool = False
     skip: bool = False
     is_collection: bool = False
-    with_snapshots: bool = field(default=True, init=False)
+    with_snapshots: bool = True
 
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skip
@@ -420,7 +406,7 @@ class _Listing(ReadOperation):
         logger.error("left out of a listing: %s", error)
 
 
-class ListSessions(_Listing):
+class ListSessions(Listing[list[SessionWithStates]]):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
     async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
@@ -446,7 +432,7 @@ class PageOptions(NamedTuple):
 
     *newest* reverses the order.  If *with_state* is False, no snapshots are read.  If *updated* is
     given, only sessions are read whose last update is in this range (microseconds).  *skip* is that
-    of `_Listing`.
+    of `Listing`.
     """
 
     limit: int
@@ -457,7 +443,7 @@ class PageOptions(NamedTuple):
     skip: bool = False
 
 
-class ListPage(_Listing):
+class ListPage(Listing[PageOfSessions]):
     """Read a page of the sessions of a user or, with *of_app*, of all users of an app.
 
     Sessions of an app are sorted by the creation of their user first.
@@ -466,18 +452,9 @@ class ListPage(_Listing):
     found_by: sql.FoundBy | None = None
 
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
-        super().__init__(identity, of_app=of_app, skip=options.skip)
+        snapshots = options.with_state
+        super().__init__(identity, of_app=of_app, skip=options.skip, with_snapshots=snapshots)
         self._options = options
-        self.with_snapshots: bool = options.with_state
-
-    def _forms(self) -> QueryForms:
-        return sql.page_of_sessions(
-            of_app=self.of_app,
-            newest=self._options.newest,
-            with_snapshots=self.with_snapshots,
-            by_time=self._options.updated is not None,
-            found_by=self.found_by,
-        )
 
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         newest = self._options.newest
@@ -508,8 +485,14 @@ class ListPage(_Listing):
         self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""
-        parameters = self._parameters(position, limit)
-        rows = await attempt.read(executors, self._forms(), **parameters)
+        forms = sql.page_of_sessions(
+            of_app=self.of_app,
+            newest=self._options.newest,
+            with_snapshots=self.with_snapshots,
+            by_time=self._options.updated is not None,
+            found_by=self.found_by,
+        )
+        rows = await attempt.read(executors, forms, **self._parameters(position, limit))
         self._check(attempt, rows)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
@@ -528,7 +511,7 @@ class ListPage(_Listing):
         """Check the rows of the query before the sessions are decrypted."""
 
 
-class GetStates(ReadOperation):
+class GetStates(StorageOperation[tuple[bytes, bytes]]):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
     async def execute(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
@@ -539,7 +522,7 @@ class GetStates(ReadOperation):
 
 
 @dataclass(eq=False, repr=False)
-class UseKeys(ReadOperation, Generic[E]):
+class UseKeys(StorageOperation[E]):
     """Decrypt records that are stored outside this database, with data keys of this database.
 
     Call *work* with the data keys of the app and the user, and whether they were just read.  If
@@ -566,7 +549,7 @@ def _count_headers(*records: tuple[SealedColumn[Any], bytes]) -> HeaderCounts:
 
 
 @dataclass(eq=False, repr=False)
-class CheckOwner(ReadOperation):
+class CheckOwner(StorageOperation[Owner | None]):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
     `verify` must detect a data key that was tampered with after the row was cached.  *identity*

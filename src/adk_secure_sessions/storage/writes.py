@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -29,6 +29,7 @@ from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     KeySource,
     NeedsDataKey,
+    StorageOperation,
     apply_changes,
 )
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryForms, QueryRows
@@ -39,7 +40,6 @@ from adk_secure_sessions.storage.schema import (
     NO_SNAPSHOT,
     USERS,
     AppRow,
-    Identity,
     Owner,
     SessionRow,
     SessionVersion,
@@ -278,7 +278,7 @@ class OwnerChanges:
 
 
 @dataclass(eq=False, repr=False)
-class Write(Generic[T]):
+class Write(StorageOperation[T]):
     """Base class of operations that consist of one transaction on the data database.
 
     In the audit trail, *audited_as* says what the transaction changes.  If *locks_rows* is True,
@@ -287,7 +287,6 @@ class Write(Generic[T]):
     session, app, user: with different orders, two of them could wait for each other.
     """
 
-    needs_fresh_keys = False
     writes = True
     audited_as: ClassVar[str]
 
@@ -297,7 +296,6 @@ class Write(Generic[T]):
         sql.LOCK_APP,
         sql.LOCK_USER,
     )
-    identity: Identity
     # The results of attempts, by a random value that each has sent: a row id or a record.  An
     # attempt that lost its connection may have been committed.  If the next attempt finds one of
     # these values in the database, this operation has stored it.

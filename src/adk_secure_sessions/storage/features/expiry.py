@@ -17,8 +17,8 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner
-from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows
-from adk_secure_sessions.storage.reads import ListPage, PageOptions, SessionPosition
+from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows, page_of_sessions
+from adk_secure_sessions.storage.reads import Listing
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import DeleteSession
@@ -98,7 +98,8 @@ class Expiry:
         try:
             app_name = decode_text(name)
             identity = await self._runner.identify(app_name)
-            return [(app_name, one) for one in await self._runner.run(_ListExpired(identity, now))]
+            listing = _ListExpired(identity, now)
+            return [(app_name, one) for one in await self._runner.run(listing)]
         except DecryptionError as error:
             record_rejected(error)
             return []
@@ -109,24 +110,19 @@ class Expiry:
         return await self._runner.run(deletion) is not False
 
 
-class _ListExpired(ListPage):
+class _ListExpired(Listing[list[SessionWithStates]]):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
-    found_by = "expiry"
     has_expired = True
 
     def __init__(self, identity: Identity, now: int) -> None:
-        super().__init__(identity, PageOptions(_MOST_READ - 1, with_state=False, skip=True))
+        super().__init__(identity, of_app=True, skip=True, with_snapshots=False)
         self._now = now
 
-    def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
-        return super()._parameters(after, limit) | {"now": self._now}
-
-    async def execute(  # type: ignore[override]
-        self, attempt: Attempt, executors: Executors
-    ) -> list[SessionWithStates]:
-        parameters = self._parameters(None, self._options.limit)
-        rows = await attempt.read(executors, self._forms(), **parameters)
+    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
+        forms = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
+        start = {"after_user": -1, "after_row": -1}
+        rows = await attempt.read(executors, forms, now=self._now, limit=_MOST_READ, **start)
         return await self._views(attempt, executors, rows)
 
 

@@ -16,15 +16,14 @@ from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
-from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
-from adk_secure_sessions.storage.queries import QueryRows
-from adk_secure_sessions.storage.reads import (
-    ListPage,
-    PageOfSessions,
-    PageOptions,
-    ReadOperation,
-    SessionPosition,
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    OperationRunner,
+    StorageOperation,
+    apply_changes,
 )
+from adk_secure_sessions.storage.queries import QueryRows
+from adk_secure_sessions.storage.reads import ListPage, PageOfSessions, PageOptions, SessionPosition
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
@@ -173,7 +172,7 @@ class FindPage(ListPage):
 
 
 @dataclass(eq=False, repr=False)
-class CheckIndexed(ReadOperation):
+class CheckIndexed(StorageOperation[tuple[int, Differences] | None]):
     """Compare the rows of a session, or of a user, with the state, for the tags of *keys*.
 
     Return the row id in `secure_state_index` and the differences; None if there is no such session
