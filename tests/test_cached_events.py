@@ -89,7 +89,7 @@ async def bring(service: EncryptedSessionService, version: str, *numbers: int) -
         events=copied,
         created_at=1,
         updated_at=2,
-        source_version=version,
+        source_etag=version,
         replace=True,
     )
 

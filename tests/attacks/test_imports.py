@@ -70,7 +70,7 @@ async def copy_session(
         events=[SourceEvent(encode(event(n)), n) for n in range(3)],
         created_at=1,
         updated_at=2,
-        source_version=version,
+        source_etag=version,
         replace=replace,
     )
 

@@ -432,7 +432,7 @@ async def test_imported_sessions_and_states_are_found(
                 events=(),
                 created_at=int(START),
                 updated_at=int(START),
-                source_version=version,
+                source_etag=version,
                 replace=True,
             )
 

@@ -96,7 +96,7 @@ async def imported(
         events=[SourceEvent(events.encode(one), micros(one)) for one in of],
         created_at=int(START) * 1_000_000,
         updated_at=micros(of[-1]) if of else int(START) * 1_000_000,
-        source_version=version,
+        source_etag=version,
         replace=replace,
     )
 
@@ -241,7 +241,7 @@ async def test_impossible_time_is_rejected(store: Imports) -> None:
         with pytest.raises(ValueError, match="not a possible time"):
             await store.import_session(
                 *IDS, state=b"{}", events=[SourceEvent(b"", at)], created_at=0, updated_at=0,
-                source_version="lone surrogate \ud83c",
+                source_etag="lone surrogate \ud83c",
             )  # fmt: skip
 
 
@@ -252,7 +252,7 @@ async def test_imported_session_expires(
     for name, expires_at in (("expired", now - 1), ("later", now + 60_000_000)):
         await store.import_session(
             APP, USER, name, state=b"{}", events=[], created_at=0, updated_at=now - 10,
-            source_version="1", expires_at=expires_at,
+            source_etag="1", expires_at=expires_at,
         )  # fmt: skip
     assert await find(service, "expired") is None
     session = await read(service, "later")

@@ -438,7 +438,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
             large = SourceEvent(encode(event(0)) + b" " * 3_000_000, 1)
             await store.import_session(
                 APP, "ada", "s", state=b"{}", events=[large, large],
-                created_at=1, updated_at=1, source_version="1",
+                created_at=1, updated_at=1, source_etag="1",
             )  # fmt: skip
         await engine.dispose()
         assert (await asyncio.wrap_future(erasures[0])).was_migrated

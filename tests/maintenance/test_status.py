@@ -96,7 +96,7 @@ async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL)
                 events=[],
                 created_at=0,
                 updated_at=0,
-                source_version="1",
+                source_etag="1",
             )
         await store.import_state((APP, "cyd"), b"{}")
         await store.import_state((APP,), b"{}")

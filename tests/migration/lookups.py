@@ -54,14 +54,14 @@ class MemoryLookup(AdkTables):
     ) -> None:
         """Store a session, or replace it, with one event a second for each of *texts*."""
         old = self.sessions_by_ids.get((user_id, session_id))
-        version = str(int(old[0].version) + 1 if old else 1)
+        etag = str(int(old[0].etag) + 1 if old else 1)
         history = [
             SourceEvent(stored_events.encode(said(text, n)), int((START + n) * 1_000_000))
             for n, text in enumerate(texts, 1)
         ]
         end = (START + len(texts)) * 1_000_000
         content = SessionContent(dict(state), history, START * 1_000_000, end)
-        session = SourceSession(APP, user_id, session_id, version)
+        session = SourceSession(APP, user_id, session_id, etag)
         self.sessions_by_ids[user_id, session_id] = session, content
 
     async def _query(self, name: str) -> None:

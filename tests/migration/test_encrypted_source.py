@@ -141,15 +141,15 @@ async def test_version_differs_after_each_change_of_a_session(file_url: str) -> 
         EncryptedSessionService(file_url, BACKEND) as of,
         EncryptedSource(Database(file_url, BACKEND)) as source,
     ):
-        versions = []
+        etags = []
         session = await of.create_session(app_name=APP, user_id="ada", session_id="s")
         for number in range(3):
-            versions += [one.version async for batch in source.sessions(ALL) for one in batch]
+            etags += [one.etag async for batch in source.sessions(ALL) for one in batch]
             await of.append_event(session, event(number))
         await of.delete_session(app_name=APP, user_id="ada", session_id="s")
         await of.create_session(app_name=APP, user_id="ada", session_id="s")
-        versions += [one.version async for batch in source.sessions(ALL) for one in batch]
-        assert len(set(versions)) == 4
+        etags += [one.etag async for batch in source.sessions(ALL) for one in batch]
+        assert len(set(etags)) == 4
 
 
 async def test_session_that_was_deleted_or_has_expired_is_omitted(file_url: str) -> None:
@@ -230,7 +230,7 @@ async def test_malformed_event_of_a_faulty_writer_is_not_copied(
             events=[SourceEvent(plaintext, at)],
             created_at=at,
             updated_at=at,
-            source_version="1",
+            source_etag="1",
         )
     place = sa.make_url(file_url).set(drivername="sqlite")
     ((row,),) = query(place, "SELECT max(id) FROM secure_sessions")

@@ -264,7 +264,7 @@ async def test_copied_session_shows_states_that_were_not_copied(
     content = (await source.read([found]))[found]
     result = await service._imports.import_session(
         APP, "ada", "visit", state=b'{"step": 3}', events=[], created_at=0,
-        updated_at=content.updated_at, source_version="1",  # type: ignore[union-attr]
+        updated_at=content.updated_at, source_etag="1",  # type: ignore[union-attr]
     )  # fmt: skip
     assert result is ImportStatus.NEW
     response = await service.list_sessions(**ADA)

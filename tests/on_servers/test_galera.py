@@ -308,7 +308,7 @@ async def test_user_imported_while_another_node_erases_the_user_stays_erased(
             events=[],
             created_at=1,
             updated_at=1,
-            source_version="1",
+            source_etag="1",
         )
 
     async with cluster.service(0) as service:

@@ -146,7 +146,7 @@ async def migrate_artifacts(
         result.deleted = result.equal + result.erased
     elif action == "erase-source" and result.succeeded:
         async for one in source.artifacts():
-            if one.problem is None and one.stamp in run.finished:
+            if one.problem is None and one.ids_and_etags in run.finished:
                 await source.delete(one)
                 result.deleted += 1
             else:
@@ -182,7 +182,7 @@ class _ArtifactRun:
             counter, reason = "bad", "a value exceeds a limit"
         setattr(self.result, counter, getattr(self.result, counter) + 1)
         if not reason:
-            self.finished.add(one.stamp)
+            self.finished.add(one.ids_and_etags)
             return
         tag, name = b"", collection_name(one.session_id, one.filename)
         if not self.is_new:

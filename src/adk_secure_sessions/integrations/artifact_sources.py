@@ -45,7 +45,7 @@ class SourceVersion:
     part: JsonObject
     metadata: JsonObject
     time: float  # seconds since 1970
-    stamp: str  # differs after each change of the content or the metadata
+    etag: str  # differs after each change of the content or the metadata
     size: int  # bytes
     open: Callable[[], BinaryIO] | None  # None for a part that refers to a file
 
@@ -76,10 +76,9 @@ class SourceArtifact:
         return self.app_name, self.user_id
 
     @property
-    def stamp(self) -> tuple[str, ...]:
-        """Texts of which one differs after each change of the artifact."""
+    def ids_and_etags(self) -> tuple[str, ...]:
         ids = (self.app_name, self.user_id, self.session_id or "", self.filename)
-        return *ids, *(one.stamp for one in self.versions)
+        return *ids, *(one.etag for one in self.versions)
 
 
 @hides_locals
@@ -231,11 +230,11 @@ def _version(directory: Path, number: int) -> tuple[str, SourceVersion]:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError
-    stamp = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {values}"
+    etag = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {values}"
     metadata, time = dict(values.get("customMetadata") or {}), float(values["createTime"])
     read = partial(_open, path)
     return str(values["fileName"]), SourceVersion(
-        number, part, metadata, time, stamp, found.st_size, read
+        number, part, metadata, time, etag, found.st_size, read
     )
 
 
@@ -412,8 +411,8 @@ def _loaded_version(version: "ArtifactVersion", part: "types.Part") -> SourceVer
 
     values, content = split_part(part)
     data, metadata = content or b"", version.custom_metadata
-    stamp = f"{sha256(data).hexdigest()} {values} {metadata} {version.create_time}"
+    etag = f"{sha256(data).hexdigest()} {values} {metadata} {version.create_time}"
     opens = None if content is None else partial(io.BytesIO, data)
     return SourceVersion(
-        version.version, values, metadata, version.create_time, stamp, len(data), opens
+        version.version, values, metadata, version.create_time, etag, len(data), opens
     )

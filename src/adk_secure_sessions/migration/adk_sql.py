@@ -221,8 +221,8 @@ class AdkQueries:
         for key, row in zip(keys, rows, strict=True):
             number, total = counts.get(tuple(row[:3]), (0, 0))
             created, updated = map(_time_as_text, (row.create_time, row.update_time))
-            version = f"{created} {updated} {number}"
-            sessions.append((SourceSession(key[0], key[1], key[2], version), row, total))
+            etag = f"{created} {updated} {number}"
+            sessions.append((SourceSession(key[0], key[1], key[2], etag), row, total))
         return sessions, keys[-1] if len(rows) == limit else None
 
     def session_versions(self, connection: sa.Connection) -> Iterator[SourceSession]:

@@ -452,7 +452,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             created_at=content.created_at,
             updated_at=content.updated_at,
             expires_at=content.expires_at,
-            source_version=session.version,
+            source_etag=session.etag,
         )
         self.copied_sessions += result is ImportStatus.NEW
         return True

@@ -114,14 +114,14 @@ class ServiceSource(Source):
     async def _read(
         self, listed: Sequence[SourceSession], *, counts_events: bool = False
     ) -> dict[SourceSession, _Content]:
-        """Read sessions; with *counts_events*, their versions contain the number of events."""
+        """Read sessions; with *counts_events*, their etags contain the number of events."""
         contents = {}
         found = await in_groups(_AT_ONCE, self._get, listed)
         for key, session in zip(listed, found, strict=True):
             if session is not None:
                 if counts_events:
-                    version = f"{session.last_update_time!r} {len(session.events)}"
-                    key = key._replace(version=version)
+                    etag = f"{session.last_update_time!r} {len(session.events)}"
+                    key = key._replace(etag=etag)
                 contents[key] = try_convert(_content, key, session)
         return contents
 
@@ -152,7 +152,7 @@ class ServiceSource(Source):
     async def _listed(self, app_name: str, since: int | None = None) -> list[SourceSession]:
         """Return the sessions of an app that were updated at *since* or later, sorted by ids.
 
-        Their versions are their last update times.
+        Their etags are their last update times.
         """
         users: Sequence[str | None] = self._user_ids.get(app_name) or [None]
         keys = {}
@@ -161,8 +161,8 @@ class ServiceSource(Source):
             for session in response.sessions:
                 # NaN, which is no time, is in every selection: `read` rejects it.
                 if since is None or not session.last_update_time < since / 1_000_000:
-                    version = repr(session.last_update_time)
-                    key = SourceSession(app_name, session.user_id, session.id, version)
+                    etag = repr(session.last_update_time)
+                    key = SourceSession(app_name, session.user_id, session.id, etag)
                     keys[key.ids] = key
         return sorted(keys.values())
 
@@ -176,9 +176,7 @@ class ServiceSource(Source):
 
     async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
-        for candidate in sorted(
-            listed, key=lambda candidate: float(candidate.version), reverse=True
-        ):
+        for candidate in sorted(listed, key=lambda candidate: float(candidate.etag), reverse=True):
             session = await self._get(candidate, config=GetSessionConfig(num_recent_events=0))
             if session is not None:
                 return session

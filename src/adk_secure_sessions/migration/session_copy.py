@@ -248,7 +248,7 @@ class _MigrationRun:
             events=content.events,
             created_at=content.created_at,
             updated_at=content.updated_at,
-            source_version=item.session.version,
+            source_etag=item.session.etag,
             replace=is_older,
             expires_at=self._expires_at(content),
         )

@@ -216,7 +216,7 @@ class SourceScan:
         for session, tag in tags.items():
             status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
             if copy := copies.get(session.ids):
-                status = copy.status(is_unchanged=copy.has_source(session.version))
+                status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
             items.append(SourceItem(session.ids, tag, status, None, session, number))
         return items

@@ -32,14 +32,14 @@ EVERYTHING = Selection()
 class SourceSession(NamedTuple):
     """A session in a source, without its content.
 
-    *version* is a text that differs after each change of the session in the source.  If the ids
+    *etag* is a text that differs after each change of the session in the source.  If the ids
     cannot be decrypted, *reason* says why, and the session id is only a name for messages.
     """
 
     app_name: str
     user_id: str
     session_id: str
-    version: str
+    etag: str
     reason: str = ""
 
     @property
@@ -119,7 +119,7 @@ class Source(ClosedByWith):
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted.
 
-        The keys are elements of *sessions*.  A content may be newer than the version of its key;
+        The keys are elements of *sessions*.  A content may be newer than the etag of its key;
         the next run then reads the session again.
         """
 

@@ -120,10 +120,10 @@ class ImportMacs(NamedTuple):
 
     keyring: Keyring
 
-    def source(self, tag: bytes, version: bytes) -> bytes:
-        """Return the value of the column `source`: a MAC of *version*, bound to *tag*."""
+    def source(self, tag: bytes, etag: bytes) -> bytes:
+        """Return the value of the column `source`: a MAC of *etag*, bound to *tag*."""
         keyring = self.keyring
-        return keyring.index_master.mac("migration source", keyring.database_id, tag, version)
+        return keyring.index_master.mac("migration source", keyring.database_id, tag, etag)
 
     def of_state(self, tag: bytes, state: bytes) -> bytes:
         """Return the value of the column `source` for the *state* of a user or an app."""
@@ -192,9 +192,9 @@ class ImportRow(NamedTuple):
             return ImportStatus.DELETED if is_unchanged else ImportStatus.CONFLICT
         return _STATUS[is_unchanged, self.is_untouched]
 
-    def has_source(self, version: str) -> bool:
-        """Return whether `import_session` has stored the session with this *source_version*."""
-        source = self.macs.source(self.row.tag, encode_text(version))
+    def has_source(self, source_etag: str) -> bool:
+        """Return whether `import_session` has stored the session with this *source_etag*."""
+        source = self.macs.source(self.row.tag, encode_text(source_etag))
         return hmac.compare_digest(source, self.row.source)
 
     def has_state(self, state: bytes) -> bool:
@@ -538,7 +538,7 @@ class Imports:
         events: Sequence[SourceEvent],
         created_at: int,
         updated_at: int,
-        source_version: str,
+        source_etag: str,
         expires_at: int | None = None,
         replace: bool = False,
     ) -> ImportStatus:
@@ -548,7 +548,7 @@ class Imports:
         import states last.  With *replace*, a session that was imported before from another version
         is replaced, if no service has changed it since.  The caller must check the ids.
 
-        *state* is the session's own state, as `encode_state` returns it.  *source_version* is a
+        *state* is the session's own state, as `encode_state` returns it.  *source_etag* is a
         text that differs after each change of the session in the source.  The times are in
         microseconds UTC; *expires_at* is None for a session that does not expire.
         """
@@ -561,7 +561,7 @@ class Imports:
         macs = await self._macs()
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
-        source = macs.source(identity.session_tag, encode_text(source_version))
+        source = macs.source(identity.session_tag, encode_text(source_etag))
         operation = ImportSession(identity, macs, state, events, times, source, replace=replace)
         return await self._runner.run(operation)
 
