@@ -497,7 +497,7 @@ async def test_trail_has_no_lock_that_a_forked_process_could_inherit_locked(
 async def test_many_rejected_records_are_counted(
     url: sa.URL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "_MOST_KEPT", 5)
+    monkeypatch.setattr(audit, "_MAX_KEPT", 5)
     async with service_of(url, skip_unreadable_sessions=True) as service:
         for _ in range(7):
             await service.create_session(app_name="clinic", user_id="ada-lovelace")
@@ -513,7 +513,7 @@ async def test_trigger_that_discards_one_of_many_records_is_noticed(
     url: sa.URL, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, or for a record between others by `verify`."""
-    monkeypatch.setattr(protocol, "CONFLICTS", 3)
+    monkeypatch.setattr(protocol, "MAX_CONFLICTS", 3)
     async with service_of(url, skip_unreadable_sessions=True) as service:
         for _ in range(3):
             await service.create_session(app_name="clinic", user_id="ada-lovelace")

@@ -255,7 +255,7 @@ async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path)
 def cached(service: EncryptedSessionService) -> int:
     """The size of the cache; a private attribute, since no public one tells."""
     opened = service._runner._opened
-    return opened.row_cache.histories.size if opened else 0
+    return opened.row_cache.events.size if opened else 0
 
 
 async def filled(service: EncryptedSessionService) -> None:
@@ -341,8 +341,8 @@ async def test_events_are_in_no_repr_and_in_no_pickle(tmp_path: Path) -> None:
     async with service_on(tmp_path) as service:
         await filled(service)
         runner = service._runner
-        history = runner._opened.row_cache.histories if runner._opened else None
-        for one in (service, runner, runner._opened, history):
+        events = runner._opened.row_cache.events if runner._opened else None
+        for one in (service, runner, runner._opened, events):
             assert TEXT not in repr(one)
         with pytest.raises(TypeError):
             pickle.dumps(service)

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # The maximum number of records that one call keeps for the audit trail.
-_MOST_KEPT = 1000
+_MAX_KEPT = 1000
 
 logger: logging.Logger = logging.getLogger(__name__)
 _package_logger = logging.getLogger("adk_secure_sessions")
@@ -269,8 +269,8 @@ def _numbers(result: object) -> dict[str, object] | None:
 # cancelled, whose coroutine must end at once.
 ReadIds = Callable[[str, str, str], dict[str, object]]
 
-# The service whose calls in this task need no records, because the method that calls the service
-# writes the record (the argument `covers` of `accessed`).
+# The inner service whose calls are not recorded now, because the outer method that calls it writes
+# the record (the argument `covers` of `accessed`).
 _covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
@@ -396,9 +396,9 @@ class Trail(Protocol):
 
 
 class AuditedCall:
-    """A call whose security events are stored in audit trails.
+    """Runs one call, and stores in audit trails the security events that happen during it.
 
-    Subclasses add the record of the call itself, which is also logged.  If *trail* is None, the
+    Subclasses add a record of the call itself, which is also logged.  If *trail* is None, the
     enclosing call, if there is one, stores the security events.
     """
 
@@ -412,8 +412,8 @@ class AuditedCall:
         self._stored: AuditEntry | None = None
 
     def keep(self, entry: AuditEntry) -> None:
-        """Keep *entry*, a security event, unless `_MOST_KEPT` records are kept already."""
-        if len(self._kept) < _MOST_KEPT:
+        """Keep *entry*, a security event, unless `_MAX_KEPT` records are kept already."""
+        if len(self._kept) < _MAX_KEPT:
             self._kept.append(entry)
         else:
             self._omitted += 1

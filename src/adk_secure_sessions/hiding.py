@@ -125,11 +125,10 @@ def hides_locals(target: C) -> C:
 def hiding_wrapper(
     function: Callable[P, object], start: Callable[P, Awaitable[T]]
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a coroutine function that replaces *function*, and awaits what *start* returns.
+    """Return the coroutine function that takes the place of *function*.
 
-    Its errors are raised as `hides_locals` says.  *start* gets the arguments of *function*.  This
-    is the only wrapper of a public method: *start* adds what is measured and recorded to the
-    coroutine of *function*.
+    It calls *start* with the same arguments, awaits the result, and raises errors as `hides_locals`
+    says.  Measuring and recording belong in *start*, so a public method has one wrapper.
     """
 
     @wraps(function)

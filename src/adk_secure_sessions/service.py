@@ -48,7 +48,7 @@ from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import (
     NEVER,
     SessionVersion,
-    SessionWithStates,
+    SessionView,
     StoredSession,
     sessions,
     snapshots,
@@ -328,10 +328,10 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             after = None
         # Stored times are rounded to microseconds: read from one microsecond earlier, and
         # compare the exact times below.
-        since = None if after is None else microseconds(after) - 1
+        from_us = None if after is None else microseconds(after) - 1
         identity = await self._runner.identify(app_name, user_id, session_id)
         loaded = await self._runner.run(
-            reads.GetSession(identity, events.decode, limit, since, self._caches_events)
+            reads.GetSession(identity, events.decode, limit, from_us, self._caches_events)
         )
         if loaded is None:
             return None
@@ -423,9 +423,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
                 False.  The message names the session's row.
         """
-        of_user = "" if user_id is None else user_id
-        check_ids(app_name, of_user)
-        identity = await self._runner.identify(app_name, of_user)
+        user_or_empty = "" if user_id is None else user_id
+        check_ids(app_name, user_or_empty)
+        identity = await self._runner.identify(app_name, user_or_empty)
         listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skip)
         return self._by_update(app_name, await self._runner.run(listing))
 
@@ -560,19 +560,19 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     async def _list(
         self, app_name: str, user_id: str | None, options: reads.PageOptions
     ) -> reads.PageOfSessions:
-        of_user = "" if user_id is None else user_id
-        check_ids(app_name, of_user)
-        identity = await self._runner.identify(app_name, of_user)
+        user_or_empty = "" if user_id is None else user_id
+        check_ids(app_name, user_or_empty)
+        identity = await self._runner.identify(app_name, user_or_empty)
         return await self._runner.run(reads.ListPage(identity, options, of_app=user_id is None))
 
-    def _by_update(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
+    def _by_update(self, app_name: str, views: list[SessionView]) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.row.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._sessions(app_name, views))
 
     def _sessions(
-        self, app_name: str, views: list[SessionWithStates], *, include_state: bool = True
+        self, app_name: str, views: list[SessionView], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
         for view in views:
@@ -843,7 +843,7 @@ def _as_stored(value: object) -> object:
     return load_state(encode_state({"value": value}))["value"]
 
 
-def _state(view: SessionWithStates) -> dict[str, Any]:
+def _state(view: SessionView) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.row.id
     try:
@@ -862,7 +862,7 @@ def _state(view: SessionWithStates) -> dict[str, Any]:
 
 def _session(
     app_name: str,
-    view: SessionWithStates,
+    view: SessionView,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,

@@ -52,7 +52,7 @@ _CIPHER_SECONDS = (
 # The upper limits for the number of transactions that one commit of SQLite stores.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
-_MOST_VALUES = 1000  # of an operation, before they are added up
+_MAX_VALUES = 1000  # of an operation, before they are added up
 # An error may come from a backend or a key provider of the application, with any text as table.  So
 # only these names of tables are recorded.
 TABLES = frozenset({
@@ -200,7 +200,7 @@ class Operation:
 
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
-        if len(self.values) > _MOST_VALUES:
+        if len(self.values) > _MAX_VALUES:
             with _adding_up.lock:
                 number = len(self.values)
                 values = self.values[:number]

@@ -358,7 +358,7 @@ DISCARDS = {
 async def test_nothing_is_read_if_the_database_discards_the_record(
     victim: Victim, statements: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "CONFLICTS", 3)
+    monkeypatch.setattr(protocol, "MAX_CONFLICTS", 3)
     service = EncryptedSessionService(victim.url, BACKEND, audit=Audit("blind", table=True))
     async with service, Database(victim.url, BACKEND) as db:
         found = await service.get_session(**IDS)

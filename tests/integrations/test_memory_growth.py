@@ -71,7 +71,7 @@ async def test_change_of_many_items_is_one_rewrite(
 ) -> None:
     monkeypatch.setattr(memory_index, "SPARE_ITEMS", 1000)
     monkeypatch.setattr(memory_index, "_PACKED_BYTES", 0)
-    monkeypatch.setattr(memory_module, "_MOST_REPLACED", 10)
+    monkeypatch.setattr(memory_module, "_MAX_REPLACED", 10)
     events = [text_event(f"cat{n} dog") for n in range(11)]
     async with EncryptedSessionService(url, BACKEND) as sessions:
         memory = ours(sessions)

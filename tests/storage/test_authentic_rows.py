@@ -8,7 +8,7 @@ import pytest
 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.operation_runner import History, HistoryCache
+from adk_secure_sessions.storage.operation_runner import CachedEvents, EventCache
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListSessions
 from adk_secure_sessions.storage.schema import UserRow
@@ -88,6 +88,6 @@ def test_user_of_another_apps_row_gets_no_session() -> None:
 
 
 def test_history_larger_than_the_cache_is_not_kept() -> None:
-    cache = HistoryCache(10)
-    cache.keep(b"tag", History(1, b"", [], []).extended(b"link", [100], ["event"], 11))
+    cache = EventCache(10)
+    cache.keep(b"tag", CachedEvents(1, b"", [], []).extended(b"link", [100], ["event"], 11))
     assert cache.get(b"tag") is None

@@ -197,11 +197,11 @@ def _apply(changes: Sequence[Change], run: Callable[[Change], int], is_cluster: 
 # The number of conflicts after which an operation fails.  With 20, single writes failed while 24
 # tasks changed one app's state through the three nodes of a Galera cluster on a busy machine: of
 # three nodes that commit at the same time, only one succeeds.
-CONFLICTS = 40
+MAX_CONFLICTS = 40
 # After this number of conflicts, a write locks its rows.  Without locks, one in 10,000 writes
 # failed while 64 tasks wrote the same app's state.
 _CONFLICTS_WITHOUT_LOCK = 3
-_LONGEST = 1.0  # seconds of a pause after a conflict
+_MAX_PAUSE = 1.0  # seconds of a pause after a conflict
 # Seconds to wait after each lost connection.  Writes are retried more often than reads: after a
 # lost connection, it is unknown whether a write was stored, and only a retry can find out.
 _READ_PAUSES = (0.05,)
@@ -212,7 +212,7 @@ class Retries:
     """Counts the failed attempts at one operation, and pauses before each new attempt."""
 
     def __init__(self, *, writes: bool, conflicts: int | None = None) -> None:
-        self._most = conflicts or CONFLICTS
+        self._max_conflicts = conflicts or MAX_CONFLICTS
         self._conflicts = 0
         self._pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
 
@@ -231,10 +231,10 @@ class Retries:
             await asyncio.sleep(pause)
             return
         self._conflicts += 1
-        if self._conflicts == self._most:
+        if self._conflicts == self._max_conflicts:
             raise SecureSessionError(
-                f"other transactions changed the same rows during each of {self._most} attempts: "
-                "try again",
+                "other transactions changed the same rows during each of "
+                f"{self._max_conflicts} attempts: try again",
                 retryable=True,
             ) from None
         telemetry.count_retry("conflict")
@@ -242,11 +242,11 @@ class Retries:
         if self.locks_rows:
             # Row locks usually prevent further conflicts, but not between the nodes of a cluster.
             # There, only longer and longer pauses let each of many writers succeed.
-            longest = min(longest * 2 ** (self._conflicts - _CONFLICTS_WITHOUT_LOCK), _LONGEST)
+            longest = min(longest * 2 ** (self._conflicts - _CONFLICTS_WITHOUT_LOCK), _MAX_PAUSE)
         await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
 
 
-async def repeated(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
+async def retried(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
     """Call *work* and return its result; call it again after a conflict or a lost connection."""
     retries = Retries(writes=writes)
     while True:

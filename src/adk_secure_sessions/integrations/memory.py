@@ -53,7 +53,7 @@ _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
 _ITEM_BYTES = 128 * 1024
 # If a change drops entries of more than this number of items, the memory is rewritten instead: on
 # PostgreSQL, one statement replaces all these items, and has at most 32,767 parameters.
-_MOST_REPLACED = 100
+_MAX_REPLACED = 100
 _LEVELS = json_text.MAX_LEVELS - 3  # the item, its field `add` and the entry take three levels
 # The first and the last possible time of an event, in seconds since 1970.  `datetime` can represent
 # one more day at both ends, because the conversion to local time may add or subtract hours.
@@ -337,7 +337,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     if planned is None:
                         return
                     item, is_last = planned
-                    rewrites = memory.is_sparse() or len(item.drop) > _MOST_REPLACED
+                    rewrites = memory.is_sparse() or len(item.drop) > _MAX_REPLACED
                     replaced = {} if rewrites else memory.replaced(item.drop)
                     rewritten = memory.rewritten(item) if rewrites else []
                 try:

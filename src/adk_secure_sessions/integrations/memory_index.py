@@ -30,7 +30,7 @@ from adk_secure_sessions.storage.schema import SessionVersion, events
 
 T = TypeVar("T")
 
-_MOST_RESULTS = 10  # as in google-adk
+_MAX_RESULTS = 10  # as in google-adk
 _WORD = re.compile(r"\w+")
 # Combining marks are neither letters, digits nor white space.  So each run of more than 30 marks
 # contains such a run.  It may also contain other characters, such as punctuation.
@@ -257,7 +257,7 @@ class UserMemory:
         with self.lock:
             # An entry may have been dropped during the search.
             ranked = [(-count, key) for key, count in counts.items() if key in self.entries]
-            return [self.entries[key] for _, key in heapq.nsmallest(_MOST_RESULTS, ranked)]
+            return [self.entries[key] for _, key in heapq.nsmallest(_MAX_RESULTS, ranked)]
 
     def _index(self, key: int, text: str) -> None:
         words, lower = searchable(text)

@@ -12,7 +12,7 @@ from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of, has_table
-from adk_secure_sessions.db.protocol import Executors, Parameters, Row, repeated
+from adk_secure_sessions.db.protocol import Executors, Parameters, Row, retried
 from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
@@ -161,7 +161,7 @@ class Database(HoldsSecrets, ClosedByWith):
     async def survey(self) -> Survey:
         """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`."""
         self.require_files()
-        return await repeated(lambda: survey_existing(self.runner.executors))
+        return await retried(lambda: survey_existing(self.runner.executors))
 
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm a command; this needs no root key."""
@@ -172,7 +172,7 @@ class Database(HoldsSecrets, ClosedByWith):
             return describe(connection, table, "updated_at", ~IS_COLLECTION)
 
         data = self.runner.executors.data
-        description = await repeated(lambda: data.run_sync(work, commit=False))
+        description = await retried(lambda: data.run_sync(work, commit=False))
         # SQLite stores any type in any column, and the time is not authenticated.
         is_time = isinstance(description.updated_at, int)
         return description if is_time else description._replace(updated_at=None)
@@ -182,7 +182,7 @@ class Database(HoldsSecrets, ClosedByWith):
         file = self._files[0]
         if file is not None and not file.exists():
             return True  # opening the database would create the file
-        survey = await repeated(lambda: survey_database(self.runner.executors.data))
+        survey = await retried(lambda: survey_database(self.runner.executors.data))
         return survey.format_version is None
 
     async def keyring(self) -> Keyring:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import IN_USE, dialect_of
-from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor, repeated
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor, retried
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, must_be_true
@@ -87,7 +87,7 @@ async def rewrite_tables(
     executor: Executor, tables: Sequence[sa.Table], lock_wait: int
 ) -> list[str]:
     """Rewrite all *tables* of this package in a database; return the reasons why not."""
-    dialect = await repeated(lambda: executor.run_sync(dialect_of, commit=False))
+    dialect = await retried(lambda: executor.run_sync(dialect_of, commit=False))
     obstacles = []
     for table in tables[:1] if dialect.has_one_file else tables:
         if obstacle := await clear_deleted_bytes(executor, table, lock_wait, rewrites_table=True):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from adk_secure_sessions.audit import command, unstored_command
-from adk_secure_sessions.db.protocol import repeated
+from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage.opening import open_database, open_for_service
@@ -37,7 +37,7 @@ async def init(db: Database) -> Initialisation:
     backends = db.runner.backends
     opening = partial(open_database, db.runner.executors, backends, True)
     before = await _surveys(db)
-    await repeated(opening)
+    await retried(opening)
     after = await _surveys(db)
     made = [old.missing_tables - new.missing_tables for old, new in zip(before, after, strict=True)]
     names = [
@@ -51,9 +51,9 @@ async def init(db: Database) -> Initialisation:
 async def _surveys(db: Database) -> list[Survey]:
     """Return the surveys of the key database, if there is one, and of the database of the data."""
     data, keys = db.runner.executors
-    surveys = [await repeated(lambda: survey_database(data))]
+    surveys = [await retried(lambda: survey_database(data))]
     if db.runner.executors.has_key_database:
-        surveys.insert(0, await repeated(lambda: survey_database(keys, is_key_database=True)))
+        surveys.insert(0, await retried(lambda: survey_database(keys, is_key_database=True)))
     return surveys
 
 
@@ -95,7 +95,7 @@ async def check(db: Database) -> Check:
     db.require_files()
     backends = db.runner.backends
     opening = partial(open_for_service, db.runner.executors, backends, create_tables=True)
-    data, keys, keyring = await repeated(opening)
+    data, keys, keyring = await retried(opening)
     data.reject_new()
     assert keyring is not None, "keys are created before data"
     return Check(

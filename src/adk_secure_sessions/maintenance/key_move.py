@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor, Parameters, Row, repeated
+from adk_secure_sessions.db.protocol import Executor, Parameters, Row, retried
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
@@ -177,11 +177,11 @@ class _Move:
 
     async def _survey_and_check(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
-        data = await repeated(lambda: survey_database(self._data.executor))
-        keys = await repeated(lambda: survey_database(self._keys.executor, is_key_database=True))
-        await repeated(lambda: self._keys.executor.run_sync(_reject_memory, commit=False))
+        data = await retried(lambda: survey_database(self._data.executor))
+        keys = await retried(lambda: survey_database(self._keys.executor, is_key_database=True))
+        await retried(lambda: self._keys.executor.run_sync(_reject_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
-        now = await repeated(lambda: survey_database(self._data.executor))
+        now = await retried(lambda: survey_database(self._data.executor))
         if now.table_set is not data.table_set:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
         self.has_audit_table = audit_records.name in data.feature_tables

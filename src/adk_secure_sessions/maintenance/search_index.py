@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.concurrency import in_groups
-from adk_secure_sessions.db.protocol import CONFLICTS, Parameters
+from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Parameters
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.json_text import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
@@ -38,7 +38,7 @@ from adk_secure_sessions.storage.schema import Identity, indexed, sessions, user
 # rows of several sessions.
 _AT_ONCE = 8
 # An application that writes to a session all the time should not end the command.
-_CONFLICTS = 10 * CONFLICTS
+_MAX_CONFLICTS = 10 * MAX_CONFLICTS
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Filler:
             if identity is not None:
                 operation = CorrectIndexed(identity, self._tags, of_user=table is users)
                 # Other tasks add to the counters meanwhile, so read them after the await.
-                written = await self._db.runner.run(operation, conflicts=_CONFLICTS)
+                written = await self._db.runner.run(operation, conflicts=_MAX_CONFLICTS)
                 self.result.written += written
                 self.result.users += table is users
                 self.result.sessions += table is sessions

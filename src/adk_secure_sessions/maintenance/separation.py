@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, running_command
 from adk_secure_sessions.concurrency import at_once
-from adk_secure_sessions.db.protocol import repeated
+from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -184,8 +184,8 @@ async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
     if not db.runner.executors.has_key_database:
         return
-    data = await repeated(lambda: survey_database(db.runner.executors.data))
-    survey = await repeated(
+    data = await retried(lambda: survey_database(db.runner.executors.data))
+    survey = await retried(
         lambda: survey_database(db.runner.executors.key_tables, is_key_database=True)
     )
     old_id = survey.separated_from

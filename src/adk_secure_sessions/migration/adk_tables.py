@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor, repeated
+from adk_secure_sessions.db.protocol import Executor, retried
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.json_text import JsonObject
@@ -198,7 +198,7 @@ class AdkTables(Source):
 
         Unlike in `run`, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
         """
-        return await repeated(lambda: self._executor.run_sync(work, commit=False))
+        return await retried(lambda: self._executor.run_sync(work, commit=False))
 
     async def run(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work* in a transaction; all its queries read the same state of the database."""
@@ -211,7 +211,7 @@ class AdkTables(Source):
                 dialect.begin_snapshot(connection)
                 return work(connection)
 
-        return await repeated(lambda: self._executor.run_sync(run_in_snapshot, commit=False))
+        return await retried(lambda: self._executor.run_sync(run_in_snapshot, commit=False))
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""

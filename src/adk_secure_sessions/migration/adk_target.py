@@ -25,7 +25,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import UniqueViolation, repeated
+from adk_secure_sessions.db.protocol import UniqueViolation, retried
 from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text
@@ -284,10 +284,10 @@ class AdkTarget(ClosedByWith):
                 return f"the target cannot hold one of its values (error {error.code})"
             return None
 
-        return await repeated(attempt, writes=True)
+        return await retried(attempt, writes=True)
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await repeated(lambda: self._run_strictly(work, commit=commit), writes=commit)
+        return await retried(lambda: self._run_strictly(work, commit=commit), writes=commit)
 
     async def _run_strictly(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def strictly(connection: sa.Connection) -> T:

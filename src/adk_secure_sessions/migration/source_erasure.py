@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import repeated
+from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.deleted_bytes import rewrite_tables
@@ -113,7 +113,7 @@ async def erase_source(
         return is_unchanged
 
     try:
-        is_deleted = await repeated(lambda: writer.run_sync(delete, commit=True), writes=True)
+        is_deleted = await retried(lambda: writer.run_sync(delete, commit=True), writes=True)
         obstacles = await rewrite_tables(writer, TABLES, db.limits.lock_wait) if is_deleted else []
     finally:
         await writer.close()

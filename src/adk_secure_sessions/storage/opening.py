@@ -32,7 +32,7 @@ from adk_secure_sessions.storage.feature_list import (
     authenticated_features,
     check_features,
 )
-from adk_secure_sessions.storage.features.index_rows import MOST_MARKS, read_marks
+from adk_secure_sessions.storage.features.index_rows import MAX_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, metadata
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import (
@@ -171,11 +171,11 @@ async def _open(
     # replays an older list could stop the writers from maintaining the rows.
     if indexed.name in survey.feature_tables:
         marks = await read_marks(executors.data.read, keyring.index_master)
-        if len(marks) > MOST_MARKS:
+        if len(marks) > MAX_MARKS:
             logger.error(
                 "secure_state_index has more than %d marks: somebody has added rows, and the rows "
                 "of some keys are not maintained; run `verify`",
-                MOST_MARKS,
+                MAX_MARKS,
             )
         keyring.indexed_keys.update(
             tag for tag, state in marks if isinstance(tag, bytes) and state is not None

@@ -38,7 +38,7 @@ from adk_secure_sessions.db.protocol import (
     Row,
     Steps,
     UniqueViolation,
-    repeated,
+    retried,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
 from adk_secure_sessions.formats.records import Packing
@@ -91,8 +91,8 @@ class CachedRow(NamedTuple, Generic[V]):
     last_event_is_verified: bool = False
 
 
-# Estimated bytes of memory: an empty history; an event in addition to its text; each value in an
-# event.  The error is at most a quarter (tracemalloc, texts of 0.3 to 10 KB).
+# Estimated bytes of memory: `CachedEvents` without events; an event in addition to its text; each
+# value in an event.  The error is at most a quarter (tracemalloc, texts of 0.3 to 10 KB).
 _FIXED, _OF_EVENT, _OF_VALUE = 400, 3500, 64
 
 
@@ -102,7 +102,7 @@ def size_of_event(plaintext: bytes) -> int:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class History(HoldsSecrets):
+class CachedEvents(HoldsSecrets):
     """The first events of a session, decrypted and checked with their links; never changed.
 
     All readers get the same event objects: copies would take most of the time that the cache saves.
@@ -121,10 +121,14 @@ class History(HoldsSecrets):
         """The number of events; the next event has this `seq`."""
         return len(self.events)
 
-    def extended(self, link: bytes, times: list[int], events: list[Any], size: int) -> "History":
+    def extended(
+        self, link: bytes, times: list[int], events: list[Any], size: int
+    ) -> "CachedEvents":
         if not events:
             return self
-        return History(self.row, link, self.times + times, self.events + events, self.size + size)
+        return CachedEvents(
+            self.row, link, self.times + times, self.events + events, self.size + size
+        )
 
     def part(self, limit: int | None, after: int | None) -> list[Any]:
         """Return the last *limit* events, or those at the time *after* or later, in a new list."""
@@ -133,16 +137,16 @@ class History(HoldsSecrets):
         return self.events[-limit:] if limit else self.events.copy()
 
 
-class HistoryCache(Lru[bytes, History]):
-    """The histories of the sessions that were read last, at most *limit* bytes in total, by tag."""
+class EventCache(Lru[bytes, CachedEvents]):
+    """The events of the sessions that were read last, at most *limit* bytes in total, by tag."""
 
-    def keep(self, tag: bytes, history: History) -> None:
-        """Cache *history*, unless more events of the session are cached: during a slow read,
-        another task may have read later events.
+    def keep(self, tag: bytes, new: CachedEvents) -> None:
+        """Cache *new*, unless more events of the session are cached: during a slow read, another
+        task may have read later events.
         """
         cached = self.get(tag)
-        if cached is None or cached.row != history.row or cached.revision < history.revision:
-            self.put(tag, history, history.size)
+        if cached is None or cached.row != new.row or cached.revision < new.revision:
+            self.put(tag, new, new.size)
 
 
 class RowCache:
@@ -152,17 +156,17 @@ class RowCache:
     *found_erased_user* is True once a read found that the row of a cached user was deleted.
     """
 
-    def __init__(self, limit: int, history_size: int = 0) -> None:
+    def __init__(self, limit: int, size_of_events: int = 0) -> None:
         self.apps: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
-        self.histories: HistoryCache = HistoryCache(history_size)
+        self.events: EventCache = EventCache(size_of_events)
         self.sequence: int = 0
         self.found_erased_user: bool = False
 
     def put(
         self,
-        kind: Lru[bytes, CachedRow[V]],
+        rows: Lru[bytes, CachedRow[V]],
         witness: WitnessRow | None,
         value: V,
         *,
@@ -174,13 +178,13 @@ class RowCache:
         None, that of the cached version is kept.
         """
         tag = value.row.tag
-        cached = kind.get(tag)
+        cached = rows.get(tag)
         if cached and cached.value.row.id == value.row.id:
             if cached.value.version > value.version:
                 return
             witness = witness or cached.witness
         self.sequence += 1
-        kind.put(tag, CachedRow(witness, value, self.sequence, is_verified))
+        rows.put(tag, CachedRow(witness, value, self.sequence, is_verified))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
         self.put(self.users if value.is_user else self.apps, witness, value)
@@ -196,7 +200,7 @@ class RowCache:
     def forget_session(self, tag: bytes) -> None:
         """Remove the session with *tag* and its events, because the session is not stored."""
         self.sessions.drop(tag)
-        self.histories.drop(tag)
+        self.events.drop(tag)
 
     def set_last_event_verified(self, session: StoredSession) -> None:
         """Set `last_event_is_verified`, if the cached row equals `session.row`."""
@@ -566,21 +570,21 @@ class OperationRunner:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query on the data database; repeat the query if the connection is lost."""
-        return await repeated(lambda: self.executors.data.read(query, parameters))
+        return await retried(lambda: self.executors.data.read(query, parameters))
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query on the key tables; repeat the query if the connection is lost."""
-        return await repeated(lambda: self.executors.key_tables.read(query, parameters))
+        return await retried(lambda: self.executors.key_tables.read(query, parameters))
 
     async def run_on_data(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction on the data database, and in a new one after a conflict."""
         run = self.executors.data.run_sync
-        return await repeated(lambda: run(work, commit=commit), writes=True)
+        return await retried(lambda: run(work, commit=commit), writes=True)
 
     async def run_on_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* as `run_on_data` does, on the database that has the key tables."""
         run = self.executors.key_tables.run_sync
-        return await repeated(lambda: run(work, commit=commit), writes=True)
+        return await retried(lambda: run(work, commit=commit), writes=True)
 
     async def read_data_keys(self, owners: Iterable[object]) -> QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
@@ -620,7 +624,7 @@ class OperationRunner:
             self._rejected = None
             old.is_being_renewed = True
             try:
-                renewed = await repeated(lambda: self._open_keyring(old))
+                renewed = await retried(lambda: self._open_keyring(old))
             except SecureSessionError as error:
                 self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
                 raise
@@ -662,7 +666,7 @@ class OperationRunner:
         async with self._locks.hold("open"):
             if self._opened is None:
                 try:
-                    keyring = await repeated(lambda: self._open_keyring(None))
+                    keyring = await retried(lambda: self._open_keyring(None))
                 except BaseException as error:
                     audit.record_opened(None, type(error).__name__)
                     raise

@@ -17,7 +17,7 @@ from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
-    History,
+    CachedEvents,
     KeySource,
     RowCache,
     StorageOperation,
@@ -35,7 +35,7 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     Owner,
     SealedColumn,
-    SessionWithStates,
+    SessionView,
     StoredSession,
 )
 
@@ -45,7 +45,7 @@ E = TypeVar("E")
 P = TypeVar("P")
 T = TypeVar("T")
 
-_MOST_EVENTS = 2**40
+_MAX_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
 # A part of a page has at least so many rows, except the first: a user may have many collections.
 _PART = 100
@@ -54,7 +54,7 @@ _CHUNK = 64
 
 
 @dataclass(eq=False, repr=False)
-class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
+class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
     """Read a session with its last *limit* events, or with all events since the time *after*.
 
     Return the session and its decoded events; None if there is no such session, or if it has
@@ -79,14 +79,14 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         elif self.limit is not None:
             # Larger limits would not fit into an integer of the database, and no session has so
             # many events.
-            self.limit = min(self.limit, _MOST_EVENTS)
+            self.limit = min(self.limit, _MAX_EVENTS)
             self.caches = self.caches and self.limit != 0
 
     async def execute(
         self, attempt: Attempt, executors: Executors
-    ) -> tuple[SessionWithStates, list[E]] | None:
+    ) -> tuple[SessionView, list[E]] | None:
         if self.caches:
-            cached = attempt.cache.histories.get(self.identity.session_tag)
+            cached = attempt.cache.events.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=cached is not None)
             if cached is not None:
                 forms, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
@@ -94,7 +94,7 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
                 try:
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
-                    attempt.cache.histories.drop(self.identity.session_tag)
+                    attempt.cache.events.drop(self.identity.session_tag)
         return await self._open(attempt, await self._read_session(attempt, executors))
 
     def _read_session(self, attempt: Attempt, executors: Executors) -> Awaitable[QueryRows]:
@@ -104,23 +104,25 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         return attempt.read(executors, forms, limit=self.limit or 0)
 
     async def _open(
-        self, attempt: Attempt, rows: QueryRows, cached: History | None = None
-    ) -> tuple[SessionWithStates, list[E]] | None:
+        self, attempt: Attempt, rows: QueryRows, cached: CachedEvents | None = None
+    ) -> tuple[SessionView, list[E]] | None:
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None or user is None:
             return None
         if session.has_expired and not self.finds_expired:
-            attempt.cache.histories.drop(session.row.tag)
+            attempt.cache.events.drop(session.row.tag)
             return None
         app = sealed_rows.require_app(app, user)
-        view = SessionWithStates(session, user.user_id, app.state, user.state)
+        view = SessionView(session, user.user_id, app.state, user.state)
         if not self.caches:
-            return view, await self.history(attempt, rows, session)
-        return view, await self._cached_history(attempt, rows, session, cached)
+            return view, await self.decoded_events(attempt, rows, session)
+        return view, await self._cached_events(attempt, rows, session, cached)
 
-    async def history(self, attempt: Attempt, rows: QueryRows, session: StoredSession) -> list[E]:
+    async def decoded_events(
+        self, attempt: Attempt, rows: QueryRows, session: StoredSession
+    ) -> list[E]:
         """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
         decoded, _ = await self._decode_all(attempt, rows, session, None, self.limit, self.after)
         return decoded
@@ -130,11 +132,11 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         attempt: Attempt,
         rows: QueryRows,
         session: StoredSession,
-        cached: History | None,
+        cached: CachedEvents | None,
         limit: int | None = None,
         after: int | None = None,
     ) -> tuple[list[E], int]:
-        """Return the decoded events in *rows*, and their size in a history of the cache.
+        """Return the decoded events in *rows*, and their size in the cache.
 
         *rows* has the last *limit* events, or all after those of *cached*.
         """
@@ -154,19 +156,19 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
             sealed_rows.check_head(attempt, session, link)
         return decoded, size
 
-    async def _cached_history(
-        self, attempt: Attempt, rows: QueryRows, session: StoredSession, cached: History | None
+    async def _cached_events(
+        self, attempt: Attempt, rows: QueryRows, session: StoredSession, cached: CachedEvents | None
     ) -> list[E]:
-        """Return the same events as `history`, and cache all events of the session.
+        """Return the same events as `decoded_events`, and cache all events of the session.
 
         *rows* has the events that follow *cached*, or all.  If they do not follow it, raise
         `_DoesNotFollow`: the caller reads the whole session, which raises the error if a row was
         tampered with.
         """
-        cache = attempt.cache.histories
+        cache = attempt.cache.events
         if cached is None:
             if not 0 < session.row.revision == len(rows.events):
-                return await self.history(attempt, rows, session)
+                return await self.decoded_events(attempt, rows, session)
         elif cached.row != session.row.id or cached.revision > session.row.revision:
             raise _DoesNotFollow
         try:
@@ -175,36 +177,36 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
             if cached is None or isinstance(error, UnknownKeyError):
                 raise
             raise _DoesNotFollow from None
-        cached = cached or History(session.row.id, NO_LINK, [], [])
+        cached = cached or CachedEvents(session.row.id, NO_LINK, [], [])
         times = [row[EVENT_TIME] for row in rows.events]
-        history = cached.extended(session.head, times, events, size)
-        cache.keep(session.row.tag, history)
-        return history.part(self.limit, self.after)
+        extended = cached.extended(session.head, times, events, size)
+        cache.keep(session.row.tag, extended)
+        return extended.part(self.limit, self.after)
 
 
 async def _decoded(
     attempt: Attempt,
     session: StoredSession,
-    history: Sequence[Row],
+    event_rows: Sequence[Row],
     link: bytes | None,
     decode: Callable[[bytes, int, int], E],
     after: int | None = None,
     *,
     measures: bool = False,
 ) -> tuple[list[E], int, bytes | None]:
-    """Decrypt the events in *history*, and decode those at the time *after* or later.
+    """Decrypt *event_rows*, and decode the events at the time *after* or later.
 
-    Return the decoded events, their size in a history of the cache if *measures* is True, and the
-    link of the last event.  *link* is that of the event before the first: see
-    `sealed_rows.open_events`.  Decrypting and decoding one event after another would take twice as
-    long as in parts, between which other tasks of the event loop may run.
+    Return the decoded events, their size in the cache if *measures* is True, and the link of the
+    last event.  *link* is that of the event before the first: see `sealed_rows.open_events`.
+    Decrypting and decoding one event after another would take twice as long as in parts, between
+    which other tasks of the event loop may run.
     """
     decoded: list[E] = []
     size = 0
-    for start in range(0, len(history), _CHUNK):
+    for start in range(0, len(event_rows), _CHUNK):
         if start:
             await asyncio.sleep(0)
-        rows = history[start : start + _CHUNK]
+        rows = event_rows[start : start + _CHUNK]
         plaintexts, link = sealed_rows.open_events(attempt, session, rows, link)
         # A generator would take longer: it is resumed for each event.
         decoded += [
@@ -262,7 +264,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         elif position:
             first, last = position.seq - limit, position.seq
         else:
-            forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MOST_EVENTS
+            forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
         rows = await attempt.read(executors, forms, first=first, last=last, limit=limit + 1)
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         has_snapshot = forms is sql.SESSION_WITH_LAST_EVENTS
@@ -326,8 +328,8 @@ class Listing(StorageOperation[T]):
     """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
-    False, the error is raised.  Only rows whose `is_collection` and `has_expired` equal those of
-    this object are returned.
+    False, the error is raised.  Return only sessions, or only collections (*is_collection*), and
+    only expired or only unexpired ones (`has_expired`).
     """
 
     has_expired: ClassVar[bool] = False
@@ -342,7 +344,7 @@ class Listing(StorageOperation[T]):
 
     async def _views(
         self, attempt: Attempt, executors: Executors, rows: QueryRows
-    ) -> list[SessionWithStates]:
+    ) -> list[SessionView]:
         """Return the sessions or collections in *rows* that have not, or have, expired."""
         owners = {user.row.id: user for user in await self._users(attempt, executors, rows)}
         app = sealed_rows.open_app(attempt, rows)
@@ -371,7 +373,7 @@ class Listing(StorageOperation[T]):
                     of_app.add(user.row.id)
                 is_wanted = session.has_expired == self.has_expired
                 if is_wanted and session.is_collection == self.is_collection:
-                    views.append(SessionWithStates(session, user.user_id, app_state, user.state))
+                    views.append(SessionView(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
         return views
@@ -406,10 +408,10 @@ class Listing(StorageOperation[T]):
         logger.error("left out of a listing: %s", error)
 
 
-class ListSessions(Listing[list[SessionWithStates]]):
+class ListSessions(Listing[list[SessionView]]):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
+    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
         forms = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         if self.is_collection:
             forms = sql.COLLECTIONS_OF_USER
@@ -424,7 +426,7 @@ class SessionPosition(NamedTuple):
     row: int
 
 
-PageOfSessions = Page[SessionWithStates, SessionPosition]
+PageOfSessions = Page[SessionView, SessionPosition]
 
 
 class PageOptions(NamedTuple):
@@ -590,7 +592,7 @@ class CheckSession(GetSession[E]):
 
     async def execute(
         self, attempt: Attempt, executors: Executors
-    ) -> tuple[SessionWithStates, list[E]] | None:
+    ) -> tuple[SessionView, list[E]] | None:
         self.rows = rows = await self._read_session(attempt, executors)
         attempt = attempt._replace(cache=RowCache(0))
         if self.checks_owners:
@@ -600,8 +602,8 @@ class CheckSession(GetSession[E]):
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
-        view = SessionWithStates(session, self.identity.user_id, b"{}", b"{}")
-        return view, await self.history(attempt, rows, session)
+        view = SessionView(session, self.identity.user_id, b"{}", b"{}")
+        return view, await self.decoded_events(attempt, rows, session)
 
     @property
     def times(self) -> list[int]:

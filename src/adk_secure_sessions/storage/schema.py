@@ -564,7 +564,7 @@ class StoredSession(NamedTuple):
         return self.row.has_snapshot
 
 
-class SessionWithStates(NamedTuple):
+class SessionView(NamedTuple):
     """A session, and the states of its app and user as JSON."""
 
     session: StoredSession

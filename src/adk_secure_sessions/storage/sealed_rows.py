@@ -239,19 +239,19 @@ def _open_snapshot(
         return state
 
 
-def check_events(session: StoredSession, history: list[Row], first: int, last: int) -> None:
-    """Sort the rows *history* by `seq`; raise TamperedError unless each event of *session* from
+def check_events(session: StoredSession, event_rows: list[Row], first: int, last: int) -> None:
+    """Sort *event_rows* by `seq`; raise TamperedError unless each event of *session* from
     *first* to *last* occurs exactly once, and no other.
     """
     expected = list(range(first, last + 1))
-    if [row[EVENT_SEQ] for row in history] != expected:
+    if [row[EVENT_SEQ] for row in event_rows] != expected:
         # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
         # `seq` can have a type that cannot be compared with an integer.  Therefore, sort by texts.
         # The texts are padded with zeros, so they have the same order as the integers.
-        history.sort(
+        event_rows.sort(
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
-    if [row[EVENT_SEQ] for row in history] != expected:
+    if [row[EVENT_SEQ] for row in event_rows] != expected:
         kinds = ("items", "collection") if session.is_collection else ("events", "session")
         raise TamperedError(
             f"{kinds[0]} {first} to {last} of this {kinds[1]} are expected, each once; some were "
@@ -263,11 +263,11 @@ def check_events(session: StoredSession, history: list[Row], first: int, last: i
 
 
 def open_events(
-    attempt: Attempt, session: StoredSession, history: Iterable[Row], previous: bytes | None
+    attempt: Attempt, session: StoredSession, event_rows: Iterable[Row], previous: bytes | None
 ) -> tuple[list[bytes], bytes | None]:
-    """Decrypt the events in *history*; check that each contains the link of the event before it.
+    """Decrypt *event_rows*; check that each event contains the link of the event before it.
 
-    *history* has rows as the driver returns them, sorted by `seq`.  *previous* is the link of the
+    *event_rows* are as the driver returns them, sorted by `seq`.  *previous* is the link of the
     event before the first: `NO_LINK` if there is no such event, and None if that event was not
     read.  Return the plaintexts without flags and links, and the link of the last event.
 
@@ -279,7 +279,7 @@ def open_events(
     header, key = None, None
     plaintexts = []
     began = perf_counter()
-    for row in history:
+    for row in event_rows:
         seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
         try:
             if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:

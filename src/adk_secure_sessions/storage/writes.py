@@ -43,7 +43,7 @@ from adk_secure_sessions.storage.schema import (
     Owner,
     SessionRow,
     SessionVersion,
-    SessionWithStates,
+    SessionView,
     StoredSession,
     UserRow,
     WitnessRow,
@@ -167,8 +167,8 @@ class OwnerChanges:
         row_id = index_rows.row_of_user(user.row.id)
         self.changes += index_rows.update(row_id, new, old.keys() - new.keys())
 
-    def renew_key(self, owner: Owner, since: int) -> bool:
-        """Ensure that the owner's row names only one data key, created at *since* or later
+    def renew_key(self, owner: Owner, not_before: int) -> bool:
+        """Ensure that the owner's row names only one data key, created at *not_before* or later
         (microseconds UTC); return whether the row changes.
         """
         tag = owner.row.tag
@@ -176,8 +176,8 @@ class OwnerChanges:
             self._keys.set_candidate_ids(tag, self._keys.stored_earlier)
         current = self._keys.current(tag)
         is_newest = self._keys.current_is_newest(tag)
-        if current is None or current.created_at < since or not is_newest:
-            self._new_key(tag, since)
+        if current is None or current.created_at < not_before or not is_newest:
+            self._new_key(tag, not_before)
         elif owner.key_ids == (current.id,):
             return False
         self._update(owner._replace(key_ids=()))
@@ -299,7 +299,7 @@ class Write(StorageOperation[T]):
     # The results of attempts, by a random value that each has sent: a row id or a record.  An
     # attempt that lost its connection may have been committed.  If the next attempt finds one of
     # these values in the database, this operation has stored it.
-    _sent: dict[object, Any] = field(default_factory=dict, init=False)
+    _sent_results: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt, executors: Executors) -> T:
         locks = attempt.locks_rows or self.locks_rows
@@ -322,7 +322,7 @@ class Write(StorageOperation[T]):
 
 
 @dataclass(eq=False, repr=False)
-class CreateSession(Write[SessionWithStates]):
+class CreateSession(Write[SessionView]):
     """Store a new session, and its app and its user if they are not stored yet.
 
     If the user already has a session with this id, raise DuplicateSession and change nothing.
@@ -337,7 +337,7 @@ class CreateSession(Write[SessionWithStates]):
     now: int
     expires_at: int = NEVER
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionWithStates]:
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionView]:
         may_skip_read = attempt.is_first and attempt.key_source is KeySource.CACHE
         if may_skip_read and not (self.app_delta or self.user_delta):
             created = yield from self._create_from_cache(attempt)
@@ -346,12 +346,13 @@ class CreateSession(Write[SessionWithStates]):
         rows = yield from read_rows(attempt)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
-        if rows.session and rows.session.id not in self._sent:
+        if rows.session and rows.session.id not in self._sent_results:
             raise DuplicateSession(may_have_expired=rows.session.expires_at != NEVER)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
         if stored and user and app:  # others may have changed it since
-            return SessionWithStates(self._sent[stored.row.id], user.user_id, app.state, user.state)
+            sent = self._sent_results[stored.row.id]
+            return SessionView(sent, user.user_id, app.state, user.state)
         app = owners.ensure_app(app, self.app_delta)
         changed = owners.ensure_user(user, app.row.id, self.user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
@@ -359,9 +360,9 @@ class CreateSession(Write[SessionWithStates]):
         if changed == user:  # the user is stored, and no change updates the row
             row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_changes([*owners.changes, row, *rest])
-        return SessionWithStates(session, changed.user_id, app.state, changed.state)
+        return SessionView(session, changed.user_id, app.state, changed.state)
 
-    def _create_from_cache(self, attempt: Attempt) -> Steps[SessionWithStates | None]:
+    def _create_from_cache(self, attempt: Attempt) -> Steps[SessionView | None]:
         """Create the session without a read, from the cached rows of its app and its user; return
         None if one is not cached, or differs from the stored row.
         """
@@ -372,7 +373,7 @@ class CreateSession(Write[SessionWithStates]):
         columns = parameters(session.row) | cached.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *rest])):
             return None
-        return SessionWithStates(session, cached.user.user_id, cached.app.state, cached.user.state)
+        return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
@@ -383,7 +384,7 @@ class CreateSession(Write[SessionWithStates]):
             self.expires_at, b"",
         )  # fmt: skip
         new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self.state))
-        self._sent[row.id] = new.session
+        self._sent_results[row.id] = new.session
         return new.session, new.inserts(attempt)
 
 
@@ -472,13 +473,13 @@ class AppendEvent(Write[StoredSession]):
                 attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
                 return updated
         attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
-        rows, user, session = yield from read_verified(attempt)
+        rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
         # With another revision, an earlier attempt may have stored the event.
-        if session.has_expired and (is_expected or not self._sent):
+        if session.has_expired and (is_expected or not self._sent_results):
             raise MissingSession
         if not is_expected:
-            return (yield from self._stored_before(attempt))
+            return (yield from self._recognize_lost_answer(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owners.ensure_app(app, event.app_delta)
@@ -545,7 +546,7 @@ class AppendEvent(Write[StoredSession]):
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
         )
         changes.append(Change(sql.INSERT_EVENT, parameters(event_row)))
-        self._sent[event_row.event] = new
+        self._sent_results[event_row.event] = new
         attempt.cache_session(new)
         attempt.call_after_commit(partial(self.on_stored, new))
         return changes, new
@@ -568,12 +569,12 @@ class AppendEvent(Write[StoredSession]):
             changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
         return changes
 
-    def _stored_before(self, attempt: Attempt) -> Steps[StoredSession]:
+    def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
-        if self._sent:
+        if self._sent_results:
             where = {"session_row": self.expected.session_row, "seq": self.expected.revision}
             for row in (yield Read(sql.EVENT_AT, where)):
-                session: StoredSession | None = self._sent.get(row[EVENT_RECORD])
+                session: StoredSession | None = self._sent_results.get(row[EVENT_RECORD])
                 if session:
                     attempt.call_after_commit(partial(self.on_stored, session))
                     return session
@@ -630,8 +631,9 @@ def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
 
 @dataclass(eq=False, repr=False)
 class RenewKey(Write[bool]):
-    """Ensure that an app or, if *of_user*, the user with the user tag of *identity* has a data key
-    created at *since* or later (microseconds UTC); return whether the owner's row still exists.
+    """Give an owner a data key created at *not_before* or later (microseconds UTC), if it has none,
+    and let its row name only this key.  The owner is the app, or the user with the user tag of
+    *identity* (*of_user*).  Return whether the owner's row exists.
 
     *created* is whether a data key was created.  *changed* is whether the owner's row and version
     witness were changed; both are then encrypted with the data key that encrypts new records.
@@ -640,7 +642,7 @@ class RenewKey(Write[bool]):
     audited_as = "data key"
     needs_fresh_keys = True
 
-    since: int
+    not_before: int
     of_user: bool
     created: bool = field(default=False, init=False)
     changed: bool = field(default=False, init=False)
@@ -657,7 +659,7 @@ class RenewKey(Write[bool]):
         assert owner is not None
         # A rotation does not have the options of the services, so it packs the row as it was.
         attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
-        self.changed = owners.renew_key(owner, self.since)
+        self.changed = owners.renew_key(owner, self.not_before)
         self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
         if self.changed:
             yield from apply_changes(owners.changes)
@@ -708,7 +710,7 @@ def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) 
     return attempt.rows_of((yield Read(attempt.form_of(forms), parameters)))
 
 
-def read_verified(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
+def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
     """Read the session and its last event, and check that they belong together.
 
     Without this check, an event could be appended to a session whose row an attacker has replaced

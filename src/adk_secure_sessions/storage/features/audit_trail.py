@@ -30,7 +30,7 @@ from adk_secure_sessions.db.protocol import (
     Executor,
     Steps,
     Transaction,
-    repeated,
+    retried,
 )
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.formats.audit_records import (
@@ -193,7 +193,7 @@ class AuditTrail(HoldsSecrets):
                     "and rules of secure_audit"
                 )
 
-        await (repeated(attempt, writes=True) if retries else attempt())
+        await (retried(attempt, writes=True) if retries else attempt())
 
     async def purge(self, entry: AuditEntry, changes: Sequence[Change]) -> bool:
         """Make *changes* in one transaction, and store *entry* in it.

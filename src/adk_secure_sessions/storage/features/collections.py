@@ -33,7 +33,7 @@ from adk_secure_sessions.storage.writes import (
     OwnerChanges,
     StaleRevision,
     Write,
-    read_verified,
+    read_with_last_event,
     replacement,
 )
 
@@ -204,8 +204,8 @@ class RewriteItems(Write[StoredSession]):
     now: int
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
-        _, user, session = yield from read_verified(attempt)
-        if session.row.id in self._sent:
+        _, user, session = yield from read_with_last_event(attempt)
+        if session.row.id in self._sent_results:
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
@@ -217,7 +217,7 @@ class RewriteItems(Write[StoredSession]):
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)
-        self._sent[new.row.id] = new
+        self._sent_results[new.row.id] = new
         yield from apply_changes(replacement(attempt, owners, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]

@@ -19,7 +19,7 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows, page_of_sessions
 from adk_secure_sessions.storage.reads import Listing
-from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
+from adk_secure_sessions.storage.schema import Identity, SessionView, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import DeleteSession
 
@@ -29,10 +29,10 @@ Delete = Callable[[str, str, str], Awaitable[object]]
 
 INDEX = "ix_secure_sessions_expires_at"
 _CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
-_AT_ONCE = 2
+_MAX_DELETED = 2
 # Read ten, because an attacker may have modified the earliest rows.  If none can be decrypted,
 # pause for 60 s, because each try logs them all.
-_MOST_READ, _PAUSE = 10, 60
+_MAX_READ, _PAUSE = 10, 60
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = first_rows(
     sa.select(apps.c.app_name)
@@ -69,9 +69,9 @@ class Expiry:
             if time.monotonic() < self._paused_until or not await self._index_exists():
                 return
             now = time_now()
-            rows = await self._runner.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MOST_READ})
+            rows = await self._runner.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ})
             expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
-            for app_name, view in expired[:_AT_ONCE]:
+            for app_name, view in expired[:_MAX_DELETED]:
                 await delete(app_name, view.user_id, view.session.session_id)
             if rows and not expired:
                 self._paused_until = time.monotonic() + _PAUSE
@@ -93,7 +93,7 @@ class Expiry:
             self._has_index = True
         return self._has_index
 
-    async def _expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:
+    async def _expired(self, name: object, now: int) -> list[tuple[str, SessionView]]:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
         try:
             app_name = decode_text(name)
@@ -110,7 +110,7 @@ class Expiry:
         return await self._runner.run(deletion) is not False
 
 
-class _ListExpired(Listing[list[SessionWithStates]]):
+class _ListExpired(Listing[list[SessionView]]):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
     has_expired = True
@@ -119,10 +119,10 @@ class _ListExpired(Listing[list[SessionWithStates]]):
         super().__init__(identity, of_app=True, skip=True, with_snapshots=False)
         self._now = now
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionWithStates]:
+    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
         forms = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
         start = {"after_user": -1, "after_row": -1}
-        rows = await attempt.read(executors, forms, now=self._now, limit=_MOST_READ, **start)
+        rows = await attempt.read(executors, forms, now=self._now, limit=_MAX_READ, **start)
         return await self._views(attempt, executors, rows)
 
 

@@ -275,8 +275,8 @@ class ImportSession(_Import[ImportStatus]):
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
-        may_know = attempt.is_first and attempt.key_source is KeySource.CACHE and not self.replace
-        if may_know and (yield from self._import_from_cache(attempt)):
+        may_skip_read = attempt.is_first and attempt.key_source is KeySource.CACHE
+        if may_skip_read and not self.replace and (yield from self._import_from_cache(attempt)):
             return ImportStatus.NEW
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, rows)
@@ -284,8 +284,8 @@ class ImportSession(_Import[ImportStatus]):
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
         of_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
-        if row and row.row_id in self._sent:
-            result: ImportStatus = self._sent[row.row_id]
+        if row and row.row_id in self._sent_results:
+            result: ImportStatus = self._sent_results[row.row_id]
             return result
         if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
             return ImportStatus.DELETED
@@ -358,7 +358,7 @@ class ImportSession(_Import[ImportStatus]):
         tag = self.identity.session_tag
         self._links = links = [new_link() for _ in self._events]
         row = SessionRow(new_row_id(), user_row, tag, len(links), NO_SNAPSHOT, *self._times, b"")
-        self._sent[row.id] = result
+        self._sent_results[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self._state, head=head)
         migrated_row = self.macs.row(row.tag, row.id, row.revision, self.source)

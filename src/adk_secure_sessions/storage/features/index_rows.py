@@ -78,7 +78,7 @@ def state_of_mark(master: IndexMaster, key_tag: object, mac: object) -> IndexSta
 
 
 # How many marks are read.  An attacker may have inserted any number.
-MOST_MARKS = 1000
+MAX_MARKS = 1000
 
 
 async def read_marks(
@@ -87,7 +87,7 @@ async def read_marks(
     """Return the tags of the first 1001 marks, and the states that *master* authenticates."""
     return [
         (tag, None if master is None else state_of_mark(master, tag, mac))
-        for tag, mac in await read(sql.INDEX_MARKS, {"limit": MOST_MARKS + 1})
+        for tag, mac in await read(sql.INDEX_MARKS, {"limit": MAX_MARKS + 1})
     ]
 
 

@@ -24,7 +24,7 @@ from adk_secure_sessions.storage.operation_runner import (
 )
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListPage, PageOfSessions, PageOptions, SessionPosition
-from adk_secure_sessions.storage.schema import Identity, SessionWithStates
+from adk_secure_sessions.storage.schema import Identity, SessionView
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
 
@@ -147,7 +147,7 @@ class FindPage(ListPage):
         page = await super()._part(attempt, executors, position, limit)
         return page._replace(items=list(filter(self._matches, page.items)))
 
-    def _matches(self, view: SessionWithStates) -> bool:
+    def _matches(self, view: SessionView) -> bool:
         """Return whether the state has the value.
 
         Also True if the state is malformed: the caller then raises the error.
