@@ -39,13 +39,13 @@ class Failure(click.ClickException):
 
 def _interrupted(resume_hint: str | None) -> Failure:
     """Return the failure for Ctrl-C; *resume_hint* is None if nothing was changed."""
-    said = "interrupted; nothing was changed"
+    text = "interrupted; nothing was changed"
     if resume_hint is not None:
-        said = (
+        text = (
             "interrupted, which is safe: each change is complete or undone; to continue, "
             f"{resume_hint}"
         )
-    return Failure(said, "Interrupted", retryable=True, exit_code=130)
+    return Failure(text, "Interrupted", retryable=True, exit_code=130)
 
 
 class Common(click.Option):

@@ -82,7 +82,7 @@ class AsyncEngineExecutor:
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
         # The value is None if the task is about to return its connection to the pool.
-        self._begun: dict[asyncio.Task[Any], Any] = {}
+        self._driver_of: dict[asyncio.Task[Any], Any] = {}
         # The tasks whose query we have asked a server to end.
         self._interrupted: set[asyncio.Task[Any]] = set()
         # The tasks that ask a server to end a query.
@@ -144,14 +144,14 @@ class AsyncEngineExecutor:
         try:
             return await self._run(work, commit=commit)
         except Exception as error:
-            meant = translated(error)
-            if meant is error and asyncio.current_task() not in self._begun:
-                meant = rejected_option(error)
-            if meant is error:
+            translated_error = translated(error)
+            if translated_error is error and asyncio.current_task() not in self._driver_of:
+                translated_error = rejected_option(error)
+            if translated_error is error:
                 raise
             if needs_unprepared(error):
-                meant = ConfigurationError(_POOLER)
-            raise meant from None
+                translated_error = ConfigurationError(_POOLER)
+            raise translated_error from None
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         """Run *work* in a transaction on a connection of the pool, and return its result."""
@@ -204,7 +204,7 @@ class AsyncEngineExecutor:
         task.add_done_callback(self._forget)
 
         def on_cancel() -> None:
-            if task not in self._begun:
+            if task not in self._driver_of:
                 task.cancel()
             elif interruptible:
                 self._interrupt(task)
@@ -252,7 +252,7 @@ class AsyncEngineExecutor:
 
         A time limit that the server is told would also apply to other clients behind a pooler.
         """
-        driver = self._begun[task]
+        driver = self._driver_of[task]
         if driver is None:
             return
         if not self._dialect.is_server:
@@ -286,14 +286,14 @@ class AsyncEngineExecutor:
     def _mark_begun(self, driver: Any) -> None:
         if (task := asyncio.current_task()) in self._tasks:
             assert task is not None
-            self._begun[task] = driver
+            self._driver_of[task] = driver
 
     def _mark_ended(self) -> bool:
         """Prevent later interrupts of the current task; return whether one may be under way."""
         task = asyncio.current_task()
-        if task not in self._begun:
+        if task not in self._driver_of:
             return False
-        self._begun[task] = None
+        self._driver_of[task] = None
         return task in self._interrupted
 
     def enter(self) -> bool:
@@ -327,7 +327,7 @@ class AsyncEngineExecutor:
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._calls = 0
-        for of_another_loop in self._tasks, self._begun, self._interrupted, self._interrupting:
+        for of_another_loop in self._tasks, self._driver_of, self._interrupted, self._interrupting:
             of_another_loop.clear()  # `close` would wait forever for tasks of a parent process
         if self._loop is None or not keeps:
             return
@@ -344,7 +344,7 @@ class AsyncEngineExecutor:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.leave()
         self._tasks.discard(task)
-        self._begun.pop(task, None)
+        self._driver_of.pop(task, None)
         self._interrupted.discard(task)
 
     async def _end_of_loop(self) -> None:

@@ -336,8 +336,8 @@ class _MySql(Dialect):
             show, change = "SELECT @@lock_wait_timeout", "SET lock_wait_timeout = {}"
             with _setting(connection, show, change, lock_wait):
                 rows = connection.exec_driver_sql(statement).all()
-        said = {kind.lower(): text for _table, _operation, kind, text in rows}
-        return "" if said.get("status") == "OK" else f"the database: {said.get('error', said)}"
+        texts = {kind.lower(): text for _table, _operation, kind, text in rows}
+        return "" if texts.get("status") == "OK" else f"the database: {texts.get('error', texts)}"
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
         self.enter()
         try:
-            return await self._use(lambda session: session.fetch(query, parameters))
+            return await self._use(lambda statements: statements.fetch(query, parameters))
         finally:
             self.leave()
 
@@ -127,7 +127,9 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         await super().close()
 
     async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:
-        return await self._use(lambda session: session.follow(transaction(), in_one_transaction))
+        return await self._use(
+            lambda statements: statements.follow(transaction(), in_one_transaction)
+        )
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         await self._take_slot()
@@ -169,21 +171,22 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             pooled = await self._acquire()
             driver: Any = pooled.driver_connection
             self._mark_begun(driver)
-            session = _StatementRunner(
+            statements = _StatementRunner(
                 driver, pooled.info.setdefault(_PREPARED, {}), self._pooler, self._read_timeout
             )
             usable = False  # stays False if we are cancelled before the server answers
             try:
-                result = await work(session)
+                result = await work(statements)
                 usable = True
                 return result
             except Exception as error:
-                meant = _translated_asyncpg(error, connection_lost=driver.is_closed())
-                usable = not isinstance(meant, Disconnected) and not session.has_timed_out
+                translated_error = _translated_asyncpg(error, connection_lost=driver.is_closed())
+                is_lost = isinstance(translated_error, Disconnected)
+                usable = not (is_lost or statements.has_timed_out)
                 if is_read_only(error):
                     while self._idle:  # new connections may lead to another server
                         self._discard(self._idle.pop())
-                raise meant from None
+                raise translated_error from None
             finally:
                 await self._release(pooled, usable=usable)
 

@@ -61,7 +61,7 @@ _BATCH = 64  # maximum number of jobs in one commit
 # interrupts them, and waits for the same time again.
 _EXIT_TIMEOUT = 5.0
 _FORK_TIMEOUT = 1.0  # seconds that a fork waits for running calls: see `_before_fork`
-# SQLite calls `WorkerThread._must_stop` each time it has executed this number of
+# SQLite calls `WorkerThread._should_interrupt` each time it has executed this number of
 # instructions, which takes one or two milliseconds.  Reading a session with 1000 events takes fewer
 # instructions, so the calls do not slow down usual reads.
 _INSTRUCTIONS = 100_000
@@ -201,7 +201,7 @@ class SqliteExecutor:
         sa.event.listen(self._engine, "connect", self._file.connected)
         self._forget_threads()
         if not self._memory:
-            _of_files[self] = None
+            _file_executors[self] = None
 
     def _forget_threads(self) -> None:
         self._pid = os.getpid()
@@ -234,12 +234,12 @@ class SqliteExecutor:
         with _lock.lock:
             if os.getpid() != self._pid:
                 self._forget_parent()
-            threads = self._take_threads()
+            threads = self._detach_threads()
         if threads:
             await asyncio.to_thread(_stop, threads)
         self._engine.dispose()
         with _lock.lock:
-            if all(thread.file is not self._file for thread in _running):
+            if all(thread.file is not self._file for thread in _file_threads):
                 self._file.forget()
 
     async def _submit(
@@ -280,10 +280,10 @@ class SqliteExecutor:
         ]
         self._finalizer = weakref.finalize(self, _stop, self._threads)
         if not self._memory:
-            _running.update(self._threads)
+            _file_threads.update(self._threads)
         return self._threads
 
-    def _take_threads(self) -> "list[WorkerThread]":
+    def _detach_threads(self) -> "list[WorkerThread]":
         threads, self._threads = self._threads, []
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -291,15 +291,15 @@ class SqliteExecutor:
 
     def _forget_parent(self) -> None:
         """Start again in a forked process, which does not have the parent's threads."""
-        self._take_threads()
+        self._detach_threads()
         self._engine.dispose(close=False)  # closing the connections would break them for the parent
         self._forget_threads()
 
 
-_of_files: "weakref.WeakKeyDictionary[SqliteExecutor, None]" = weakref.WeakKeyDictionary()
+_file_executors: "weakref.WeakKeyDictionary[SqliteExecutor, None]" = weakref.WeakKeyDictionary()
 _lock = ThreadLock()  # held to start threads, to give them jobs, to take them away, and to fork
 _forking: list[int] = []  # the id of the thread that holds `_lock` to fork
-_running: "set[WorkerThread]" = set()  # those that may have a connection to a file
+_file_threads: "set[WorkerThread]" = set()  # those that may have a connection to a file
 # The device and the inode of each file to which the parent process had a connection in the fork.
 _inherited: set[tuple[int, int]] = set()
 
@@ -317,12 +317,12 @@ def _before_fork() -> None:
     if not _lock.lock.acquire(timeout=_FORK_TIMEOUT):
         return
     _forking.append(threading.get_ident())
-    alive = [executor for reference in _of_files.keyrefs() if (executor := reference()) is not None]
+    alive = [executor for ref in _file_executors.keyrefs() if (executor := ref()) is not None]
     executors = [executor for executor in alive if executor._pid == os.getpid()]
     for executor in executors:
-        for thread in executor._take_threads():
+        for thread in executor._detach_threads():
             thread.queue.put(None)
-    for thread in list(_running):
+    for thread in list(_file_threads):
         thread.thread.join(max(deadline - time.monotonic(), 0))
     for executor in executors:
         executor._engine.dispose()
@@ -336,8 +336,8 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     _forking.clear()
-    _inherited.update(thread.file.known[1:] for thread in _running if thread.file.known)
-    _running.clear()
+    _inherited.update(thread.file.known[1:] for thread in _file_threads if thread.file.known)
+    _file_threads.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -428,7 +428,7 @@ class Job:
     _claim: threading.Lock = field(default_factory=threading.Lock)
     _asyncio_future_blocking: bool = False
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
         return self._claim.acquire(blocking=False)
 
@@ -465,7 +465,7 @@ class Job:
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the job unless a thread runs it; the task then waits until the job has ended."""
-        if not self.take():
+        if not self.claim():
             self.is_abandoned = self.reads
             return False
         self.error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
@@ -488,11 +488,11 @@ class WorkerThread:
         self._write_timeout = write_timeout(read_timeout)
         self._writes = writes
         self.queue: SimpleQueue[Job | None] = SimpleQueue()  # None ends the thread
-        # At most one item, which `_take` has removed from the queue: a job that needs its own
-        # transaction, or None.  The next call of `_take` begins with this item.
+        # At most one item, which `_next_batch` has removed from the queue: a job that needs its own
+        # transaction, or None.  The next call of `_next_batch` begins with this item.
         self._next: list[Job | None] = []
         self._busy = False
-        self.must_end: bool = False  # set by another thread to interrupt the read of this thread
+        self.interrupts_reads: bool = False  # set by another thread, to end this thread's read
         self._job: Job | None = None  # the running job
         self._is_limited = False  # whether a statement runs that may be interrupted, unlike BEGIN
         self._is_writing = False  # whether this statement writes
@@ -511,7 +511,7 @@ class WorkerThread:
         """About how many jobs are ahead of a new job, including the running job."""
         return self.queue.qsize() + self._busy
 
-    def _take(self) -> list[Job]:
+    def _next_batch(self) -> list[Job]:
         """Wait for jobs and return those to run in one transaction; none if the thread must end."""
         limit = _BATCH if self._writes else 1
         self._busy = False
@@ -532,8 +532,8 @@ class WorkerThread:
 
     def _serve(self) -> None:
         driver: sqlite3.Connection | None = None
-        while batch := self._take():
-            batch = [job for job in batch if job.take()]
+        while batch := self._next_batch():
+            batch = [job for job in batch if job.claim()]
             try:
                 if batch and batch[0].on_engine:
                     self._run_on_engine(batch[0])
@@ -556,7 +556,7 @@ class WorkerThread:
             if driver is not None:
                 driver.close()
         finally:
-            _running.discard(self)
+            _file_threads.discard(self)
 
     def _run(self, job: Job, connection: Any) -> None:
         self._job = job
@@ -606,7 +606,7 @@ class WorkerThread:
         with self._engine.connect() as connection:
             self.file.check()  # the pool may have opened the connection long ago
             driver: Any = connection.connection.driver_connection
-            driver.set_progress_handler(self._must_stop, _INSTRUCTIONS)
+            driver.set_progress_handler(self._should_interrupt, _INSTRUCTIONS)
             if not job.reads:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             with SQLITE.decoding(connection, any_text):
@@ -623,7 +623,7 @@ class WorkerThread:
             pooled.detach()  # the thread keeps the connection, so the pool must not count it
         driver.isolation_level = None  # `_run_batch` begins transactions, so the driver must not
         driver.text_factory = any_text
-        driver.set_progress_handler(self._must_stop, _INSTRUCTIONS)
+        driver.set_progress_handler(self._should_interrupt, _INSTRUCTIONS)
         if self._writes:
             _enter_wal(driver)
             driver.execute("PRAGMA synchronous = FULL")
@@ -649,7 +649,7 @@ class WorkerThread:
         return cursor.rowcount
 
     def limited(self, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
-        """Call *work*, whose statements `_must_stop` may interrupt; DatabaseError if it timed out.
+        """Call *work*, which `_should_interrupt` may interrupt; DatabaseError if it timed out.
 
         If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite
         rolls the transaction back.
@@ -670,7 +670,7 @@ class WorkerThread:
     def _has_timed_out(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _must_stop(self) -> bool:
+    def _should_interrupt(self) -> bool:
         """Return True to interrupt this thread's statement; SQLite calls this method during it.
 
         Unlike `sqlite3.Connection.interrupt`, this cannot interrupt the next statement by mistake.
@@ -681,7 +681,7 @@ class WorkerThread:
             return True
         if self._is_writing:
             return False  # a write continues even if the caller is cancelled or the service closed
-        return self.must_end or (self._job is not None and self._job.is_abandoned)
+        return self.interrupts_reads or (self._job is not None and self._job.is_abandoned)
 
 
 def _stop(threads: list[WorkerThread]) -> None:
@@ -692,7 +692,7 @@ def _stop(threads: list[WorkerThread]) -> None:
         deadline = time.monotonic() + _EXIT_TIMEOUT
         for thread in reversed(threads):
             if interrupts:
-                thread.must_end = True
+                thread.interrupts_reads = True
             else:
                 thread.queue.put(None)
             thread.thread.join(max(deadline - time.monotonic(), 0))

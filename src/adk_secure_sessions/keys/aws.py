@@ -162,8 +162,8 @@ class AwsKmsKey(RemoteKey):
         try:
             with closing(self._client()) as client:
                 ask = getattr(client, operation)
-                said = ask(KeyId=self._key, EncryptionContext={_CONTEXT: digest}, **data)
-                return bytes(said[answer])
+                response = ask(KeyId=self._key, EncryptionContext={_CONTEXT: digest}, **data)
+                return bytes(response[answer])
         except ClientError as error:
             raise self._service_error(error) from None
         except ConfigurationError:

@@ -90,25 +90,26 @@ class GcpKmsKey(RemoteKey):
         super().__init__(f"gcp-kms:{key}", endpoint, timeout=timeout, attempts=attempts)
         self._name = key
         self._credentials = credentials
-        self._found: Any = None  # the result of `_find_credentials`; None before the first call
+        self._safe_credentials: Any = None  # what `_find_credentials` has returned
         self._endpoint = endpoint
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        said = await self._call("encrypt", plaintext=plaintext, aad=associated_data)
+        response = await self._call("encrypt", plaintext=plaintext, aad=associated_data)
         arrived = (
-            said.verified_plaintext_crc32c and said.verified_additional_authenticated_data_crc32c
+            response.verified_plaintext_crc32c
+            and response.verified_additional_authenticated_data_crc32c
         )
-        if not arrived or said.ciphertext_crc32c != _checksum(said.ciphertext):
+        if not arrived or response.ciphertext_crc32c != _checksum(response.ciphertext):
             raise self._corrupted()
-        return bytes(said.ciphertext)
+        return bytes(response.ciphertext)
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         if not sealed:
             raise TamperedError("not a key wrapped by Cloud KMS", reason=Reason.MALFORMED)
-        said = await self._call("decrypt", ciphertext=sealed, aad=associated_data)
-        if said.plaintext_crc32c != _checksum(said.plaintext):
+        response = await self._call("decrypt", ciphertext=sealed, aad=associated_data)
+        if response.plaintext_crc32c != _checksum(response.plaintext):
             raise self._corrupted()
-        return bytes(said.plaintext)
+        return bytes(response.plaintext)
 
     async def _call(self, operation: str, *, aad: bytes, **data: bytes) -> Any:
         from google.api_core.exceptions import GoogleAPICallError
@@ -118,10 +119,12 @@ class GcpKmsKey(RemoteKey):
         checksums = {f"{field}_crc32c": _checksum(value) for field, value in data.items()}
         request = {"name": self._name, **data, **checksums}
         try:
-            if self._found is None:
+            if self._safe_credentials is None:
                 # google-auth blocks: it reads files or calls the machine's metadata service.
-                self._found = await in_thread(partial(_find_credentials, self._credentials))
-            async with self._client(self._found) as client:
+                self._safe_credentials = await in_thread(
+                    partial(_find_credentials, self._credentials)
+                )
+            async with self._client(self._safe_credentials) as client:
                 ask = getattr(client, operation)
                 return await ask(request=request, retry=None, timeout=self._timeout)
         except GoogleAuthError as error:

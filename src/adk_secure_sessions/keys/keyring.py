@@ -298,7 +298,7 @@ async def open_keyring(
     # Rows that were pending in the known keyring, because their key service failed, come last.  An
     # attacker may have inserted such rows to delay the unwrapping of a new data master.
     rows.sort(key=opening.order)
-    sound = [row for row in rows if not opening.rejects_form(row)]
+    sound = [row for row in rows if not opening.reject_if_malformed(row)]
     index_master = await opening.index_master([row for row in sound if row.purpose == INDEX])
     masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
     if not masters and opening.failure is not None:
@@ -373,7 +373,7 @@ class _Opening:
         """Return whether *row* has not changed since the known keyring accepted it."""
         return self._rows.get(row.id) == row
 
-    def rejects_form(self, row: MasterKeyRow) -> bool:
+    def reject_if_malformed(self, row: MasterKeyRow) -> bool:
         """Reject *row* if it is malformed, or if an earlier row has its id."""
         fault = _fault(row)
         if fault is None and row.id in self._ids:

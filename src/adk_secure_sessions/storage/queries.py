@@ -176,9 +176,9 @@ def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.
     return query.limit(limit).offset(_ZERO)
 
 
-def _first(number: int, rows: sa.Select[Any], name: str) -> sa.Select[Any]:
-    """Return a SELECT of the first *number* rows of *rows*, for use in a UNION ALL."""
-    return sa.select(first_rows(rows, number).subquery(name))
+def _first(count: int, rows: sa.Select[Any], name: str) -> sa.Select[Any]:
+    """Return a SELECT of the first *count* rows of *rows*, for use in a UNION ALL."""
+    return sa.select(first_rows(rows, count).subquery(name))
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
@@ -388,10 +388,10 @@ EVENT_AT = _EVENT_KIND.select(
 
 
 @functools.cache
-def events_at(number: int) -> sa.Select[Any]:
-    """Return the query for *number* events of `session_row`, whose `seq` `numbered` returns."""
+def events_at(count: int) -> sa.Select[Any]:
+    """Return the query for *count* events of `session_row`, whose `seq` `numbered` returns."""
     return _EVENT_KIND.select(
-        events.c.session_row == sa.bindparam("session_row"), is_one_of(events.c.seq, number)
+        events.c.session_row == sa.bindparam("session_row"), is_one_of(events.c.seq, count)
     )
 
 
@@ -622,11 +622,11 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
         yield part + part[-1:] * (size - len(part))
 
 
-def is_one_of(column: sa.ColumnElement[Any], number: int) -> sa.ColumnElement[bool]:
-    """Return the condition that *column* equals one of *number* parameters, which `numbered`
+def is_one_of(column: sa.ColumnElement[Any], count: int) -> sa.ColumnElement[bool]:
+    """Return the condition that *column* equals one of *count* parameters, which `numbered`
     returns.
     """
-    return column.in_([sa.bindparam(f"v{n}", type_=column.type) for n in range(number)])
+    return column.in_([sa.bindparam(f"v{n}", type_=column.type) for n in range(count)])
 
 
 def numbered(values: Sequence[object]) -> dict[str, object]:
@@ -635,19 +635,19 @@ def numbered(values: Sequence[object]) -> dict[str, object]:
 
 
 @functools.cache
-def keys_of_owners(number: int) -> sa.CompoundSelect[Any]:
-    """Return the query for all data keys of *number* owners, whose tags `numbered` returns, and the
+def keys_of_owners(count: int) -> sa.CompoundSelect[Any]:
+    """Return the query for all data keys of *count* owners, whose tags `numbered` returns, and the
     `MasterFingerprint` of each row of the keyring, for a key database and for commands.
     """
-    if number > _FEW:
-        return sa.union_all(_KEY_KIND.select(is_one_of(data_keys.c.owner, number)), _MASTER_ROWS)
+    if count > _FEW:
+        return sa.union_all(_KEY_KIND.select(is_one_of(data_keys.c.owner, count)), _MASTER_ROWS)
     first, second = (sa.bindparam(f"v{n}", type_=sa.LargeBinary) for n in range(_FEW))
     return sa.union_all(_keys_of(first), _keys_of(second, second != first), _MASTER_ROWS)
 
 
 @functools.cache
-def migrated_rows(owner: str, number: int) -> sa.Select[Any]:
-    """Return the query for the rows of `secure_migrated` with one of *number* tags, as `numbered`
+def migrated_rows(owner: str, count: int) -> sa.Select[Any]:
+    """Return the query for the rows of `secure_migrated` with one of *count* tags, as `numbered`
     returns them, each with the id and the version (for a session, the revision) of the row with
     this tag in the table *owner*, or NULL.
     """
@@ -656,4 +656,4 @@ def migrated_rows(owner: str, number: int) -> sa.Select[Any]:
     rows = migrated.outerjoin(table, table.c.tag == migrated.c.tag)
     columns = [migrated.c[name] for name in MigratedRow._fields]
     query = sa.select(*columns, table.c.id, version).select_from(rows)
-    return query.where(is_one_of(migrated.c.tag, number))
+    return query.where(is_one_of(migrated.c.tag, count))

@@ -155,14 +155,14 @@ class ImportMacs(NamedTuple):
             self.check(row)
         return row
 
-    def checked_row(self, row: Row) -> "ImportRow":
+    def checked_row(self, row: Row) -> "CheckedMigratedRow":
         """Check a row of the query `migrated_rows`, and return it."""
         stored = MigratedRow(*row[:5])
         self.check(stored)
-        return ImportRow(stored, None if row[5] is None else (row[5], row[6]), self)
+        return CheckedMigratedRow(stored, None if row[5] is None else (row[5], row[6]), self)
 
 
-class ImportRow(NamedTuple):
+class CheckedMigratedRow(NamedTuple):
     """A row of `secure_migrated` whose MAC was checked.
 
     *stored* is the row id, and the revision or version, that the session, user or app has now; None
@@ -582,7 +582,7 @@ class Imports:
         operation = ImportState(identity, macs, state, of_user=of_user, replace=replace)
         return await self._runner.run(operation)
 
-    async def rows_for(self, ids: Iterable[K]) -> dict[K, ImportRow]:
+    async def rows_for(self, ids: Iterable[K]) -> dict[K, CheckedMigratedRow]:
         """Return the rows of `secure_migrated` for those *ids* that have one.
 
         Ids are those of an app, of a user, or of a session.  If a session's user was erased, the
@@ -591,7 +591,7 @@ class Imports:
         if not await self.feature.is_added():
             return {}
         macs, wanted = await self._macs(), list(ids)
-        index, found = macs.keyring.index_master, dict[K, ImportRow]()
+        index, found = macs.keyring.index_master, dict[K, CheckedMigratedRow]()
         for number, table in enumerate((apps, users, sessions), 1):
             tags = {one: index.tag_of(*one) for one in wanted if len(one) == number}
             found |= await self._rows_for_tags(table, macs, tags)
@@ -667,8 +667,8 @@ class Imports:
 
     async def _rows_for_tags(
         self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
-    ) -> dict[K, ImportRow]:
-        rows: dict[bytes, ImportRow] = {}
+    ) -> dict[K, CheckedMigratedRow]:
+        rows: dict[bytes, CheckedMigratedRow] = {}
         for part in chunks(dict.fromkeys(tags.values())):
             query = migrated_rows(table.name, len(part))
             for row in await self._runner.read(query, numbered(part)):
