@@ -32,7 +32,7 @@ from adk_secure_sessions.keys.data_keys import (
     unwrap_data_key,
     wrap_data_key,
 )
-from adk_secure_sessions.keys.keyring import Separation
+from adk_secure_sessions.keys.keyring import SeparationState
 from adk_secure_sessions.telemetry import Operation, cipher_kind
 from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, fingerprints, keyring
 
@@ -321,7 +321,7 @@ def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_d
     ring.database_id = new_id
     with pytest.raises(TamperedError):
         unwrap_data_key(row, ring)
-    ring.separation = Separation(old_id, 0, frozenset({MASTER}))
+    ring.separation = SeparationState(old_id, 0, frozenset({MASTER}))
     key = unwrap_data_key(row, ring)
     assert unwrap_data_key(wrap_data_key(row, ring, MASTER, key), ring) == key
     ring.separation = None

@@ -24,13 +24,13 @@ DRY_RUN = {"dry_run": (bool, "Whether nothing was changed: the numbers are the e
 RETIREMENT = {
     "retirement": (
         maintenance.Retirement | None,
-        "What `--retire` removed; null without it, or if the rotation has left something.",
+        "What `--retire` deleted; null without it, or if the rotation has left something.",
     )
 }
 ROWS = "What the command found."
 # The fields of each command: a class, or the type and the description of each field, or both.
 OUTPUTS: dict[str, list[Any]] = {
-    "init": [maintenance.Initialisation],
+    "init": [maintenance.Initialization],
     "check": [maintenance.Check],
     "status": [maintenance.Status],
     "verify": [
@@ -53,7 +53,7 @@ OUTPUTS: dict[str, list[Any]] = {
     "rotate master": [DRY_RUN, RETIREMENT, maintenance.MasterRotation],
     "rotate data": [DRY_RUN, RETIREMENT, maintenance.DataRotation],
     "retire": [DRY_RUN, maintenance.Retirement],
-    "separate": [maintenance.Separated],
+    "separate": [maintenance.Separation],
     "move-keys": [maintenance.KeyMove],
     "index fill": [maintenance.IndexChange],
     "index drop": [maintenance.IndexChange],
@@ -65,8 +65,6 @@ OUTPUTS: dict[str, list[Any]] = {
     "audit export": [maintenance.AuditExport],
     "vacuum": [maintenance.Vacuum],
 }
-# Lists of ids, whose name does not say it.
-IDS = ("masters", "rotated", "unchanged", "plaintext")
 
 
 def is_class(hint: Any) -> bool:
@@ -97,7 +95,7 @@ def of_type(hint: Any, name: str = "") -> dict[str, Any]:
         return of_fields(hint.__doc__.partition("\n")[0], [hint])
     if get_origin(hint) in (tuple, list):
         if parts[-1] is Ellipsis or get_origin(hint) is list:
-            element = "id" if name in IDS else f"{name}[]"
+            element = "id" if name.endswith("_ids") else f"{name}[]"
             return {"type": "array", "items": of_type(parts[0], element)}
         items = [of_type(part) for part in parts]
         return {"type": "array", "prefixItems": items, "items": False}

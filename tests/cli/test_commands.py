@@ -44,7 +44,7 @@ def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: s
         "",
     )
     rotated = run("rotate", "root", *on(url, "env:NEW_KEY"), "--also-key", "env:OLD_KEY", "--json")
-    assert (rotated.code, len(rotated.json["rotated"])) == (0, 2)
+    assert (rotated.code, len(rotated.json["rotated_ids"])) == (0, 2)
     rejected = run("verify", *on(url))
     assert (rejected.code, rejected.stdout) == (2, "")
     assert rejected.stderr.count("\n") == 1

@@ -142,7 +142,7 @@ def test_output_that_tells_of_bad_rows_is_as_its_schema_says(name: str, tampered
     check(said, name)
     if name == "status":
         (one, _) = said.json["unfinished"]
-        assert (one["rotation"], one["genuine"]) == ("data", True)
+        assert (one["name"], one["is_authentic"]) == ("data", True)
 
 
 @pytest.mark.parametrize("name", NAMES)

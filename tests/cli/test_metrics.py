@@ -76,7 +76,7 @@ def test_command_that_never_succeeded_has_the_time_zero(file: str, metrics: Path
 
 def test_status_writes_the_age_of_each_master_key(file: str, metrics: Path) -> None:
     said = run("status", *on(file, None), "--json", "--metrics-file", str(metrics))
-    ages = {f"key_age_seconds{one['purpose']}": one["age"] for one in said.json["masters"]}
+    ages = {f"key_age_seconds{one['purpose']}": one["age"] for one in said.json["master_keys"]}
     assert len(ages) == 2
     found = read(metrics)
     assert {name: found[name] for name in ages} == pytest.approx(ages, abs=0.01)

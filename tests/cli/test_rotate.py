@@ -55,13 +55,13 @@ def test_every_key_and_the_backend_are_replaced_in_turn(url: str, place: sa.URL)
     assert (master.code, master.stderr) == (0, "")
     assert master.stdout == (
         "wrapped by the new data master: 3 data keys\n"
-        "next: `retire` removes the keys that were replaced\n"
+        "next: `retire` deletes the keys that were replaced\n"
     )
     data = run("rotate", "data", *new, "--rows-per-second", "100000")
     assert data == (
         0,
         "re-encrypted: 26 records\ncreated: 3 data keys\n"
-        "next: `retire` removes the keys that were replaced\n",
+        "next: `retire` deletes the keys that were replaced\n",
         "",
     )
     told = run("status", "--db", url).stdout
@@ -74,8 +74,8 @@ def test_every_key_and_the_backend_are_replaced_in_turn(url: str, place: sa.URL)
     ]
     assert "unfinished" not in told
     retired = run("retire", *new, "--rows-per-second", "100000")
-    assert retired == (0, "removed: 3 data keys, 1 master key\n", "")
-    assert run("retire", *new).stdout == "removed: 0 data keys, 0 master keys\n"
+    assert retired == (0, "deleted: 3 data keys, 1 data master\n", "")
+    assert run("retire", *new).stdout == "deleted: 0 data keys, 0 data masters\n"
     assert "fernet" not in run("status", "--db", url).stdout
     checked = run("verify", *on(url, "env:NEW_KEY"))  # with neither the old key nor the old backend
     assert (checked.code, "4 sessions, 12 events" in checked.stdout) == (0, True)
@@ -95,7 +95,7 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(
         {
             "rotate master": "would be wrapped by the new data master: 3 data keys\n",
             "rotate data": "would be re-encrypted: 26 records\n",
-            "retire": "would be removed: 3 data keys, 0 master keys\n",
+            "retire": "would be deleted: 3 data keys, 0 data masters\n",
         }[name],
         "",
     )
@@ -108,7 +108,7 @@ def test_rotation_with_retire_removes_the_replaced_keys(name: str, retired: Any,
     said = run("rotate", name, *on(file), "--retire", "--json")
     assert said.code == 0
     found = said.json["retirement"]
-    assert (found["data_keys"], len(found["masters"]), found["kept"]) == (*retired, 0)
+    assert (found["data_keys"], len(found["master_ids"]), found["kept"]) == (*retired, 0)
 
 
 def test_rotation_is_reported_even_if_the_keys_cannot_be_retired(
@@ -126,7 +126,7 @@ def test_rotation_with_retire_says_how_to_remove_the_keys_that_it_kept(file: str
     said = run("rotate", "master", *on(file), *WITH_FERNET, "--retire")
     assert said.code == 1
     next_step = "next: `rotate data` re-encrypts the records under them; then run `retire` again\n"
-    assert f"kept: 1 older key\n{next_step}" in said.stdout
+    assert f"kept: 1 replaced key\n{next_step}" in said.stdout
 
 
 # --- rows that are left --------------------------------------------------------------------------
@@ -226,12 +226,12 @@ def test_keys_that_are_still_needed_are_kept_with_the_reason(filled: str, place:
         re.MULTILINE,
     )
     assert len(kept) == 2
-    assert said.stdout.partition("removed")[2] == (
-        ": 1 data key, 0 master keys\nkept: 2 older keys\n"
+    assert said.stdout.partition("deleted")[2] == (
+        ": 1 data key, 0 data masters\nkept: 2 replaced keys\n"
     )
     as_json = run("retire", *on(filled), "--dry-run", "--json")
     assert (as_json.code, as_json.json["kept"]) == (1, 2)
-    assert as_json.json["examples"][0]["references"] == []
+    assert as_json.json["kept_keys"][0]["references"] == []
 
 
 def test_spare_keys_are_shown_and_are_no_reason_for_exit_status_1(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_spare_keys_are_shown_and_are_no_reason_for_exit_status_1(tmp_path: Path
     options = [*on(pair.urls["db_url"]), "--key-db", pair.urls["key_db_url"]]
     spare = "spare: 2 data keys; no row names them, and they encrypt nothing"
     said = run("retire", *options)
-    assert (said.code, said.stdout) == (0, f"removed: 0 data keys, 0 master keys\n{spare}\n")
+    assert (said.code, said.stdout) == (0, f"deleted: 0 data keys, 0 data masters\n{spare}\n")
     said = run("status", *options)
     assert (said.code, spare in said.stdout) == (0, True)
 
@@ -273,9 +273,9 @@ def test_unfinished_rotation_is_shown_and_continued(name: str, filled: str) -> N
     assert checked.code == 0
     assert re.fullmatch(f"{shown}{hint}", checked.stdout.splitlines()[-1])
     (unfinished,) = run("status", *on(filled), "--json").json["unfinished"]
-    assert (unfinished["rotation"], unfinished["genuine"]) == (name, True)
+    assert (unfinished["name"], unfinished["is_authentic"]) == (name, True)
     other = run("status", *on(filled, "env:NEW_KEY"), "--json")
-    assert other.json["unfinished"][0]["genuine"] is None
+    assert other.json["unfinished"][0]["is_authentic"] is None
 
     would = run("rotate", name, *on(filled), "--dry-run")
     assert re.match(

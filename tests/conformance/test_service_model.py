@@ -572,7 +572,7 @@ class Conversations(RuleBasedStateMachine):
     def _rotate_root(self) -> None:
         self._root = 1 - self._root
         done = self._run(self._maintain(rotate_root))
-        assert not done.plaintext
+        assert not done.plaintext_ids
 
     def _retire(self) -> None:
         self._run(self._maintain(retire))

@@ -46,7 +46,7 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
         ("secure_witnesses", 15, 15),
     }
     assert sum(one.keys for one in found.data_keys) == 8
-    assert len(found.masters) == 2
+    assert len(found.master_keys) == 2
     assert [len(rows) for rows in shown] == [2, 8, 7]
     async with pair.maintained() as db:
         db.limits = few
@@ -55,7 +55,7 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
         assert (checked.bad, checked.unchecked, checked.problems) == (0, 0, ())
         where = await lookup(db, APP, "u3", "s")
         assert all(one.row is not None for one in where)
-        assert {one.unwraps for one in (await status(db)).masters} == {True}
+        assert {one.unwraps for one in (await status(db)).master_keys} == {True}
         assert (await purge(db, timedelta(days=1))).deleted == 7
     assert count(pair.data, "secure_sessions") == 0
 

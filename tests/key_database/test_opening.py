@@ -71,7 +71,7 @@ async def test_init_reports_what_it_made_in_both(pair: Pair) -> None:
     async with pair.maintained() as db:
         made = await init(db)
         assert sorted(made.tables) == sorted([*OF_KEYS, *OF_DATA])
-        assert len(made.masters) == 2
+        assert len(made.master_ids) == 2
         assert (await init(db)).numbers == (0, 0)
 
 

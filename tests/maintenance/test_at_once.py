@@ -26,7 +26,7 @@ from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
     Retirement,
-    Separated,
+    Separation,
     check,
     drop_index,
     erase_user,
@@ -276,7 +276,7 @@ SAYS_SO = re.compile("another run of|by another rotation")
 def succeeds(result: object) -> bool:
     """Whether a command with this result exits with 0."""
     wrong = ["bad", "left", "unchecked", "conflicts", "missing", "problems"]
-    if isinstance(result, Retirement | Separated):
+    if isinstance(result, Retirement | Separation):
         wrong.append("kept")
     if isinstance(result, Erasure):
         wrong.remove("missing")  # the other run has erased the user

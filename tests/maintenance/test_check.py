@@ -117,6 +117,6 @@ async def test_check_rejects_what_an_interrupted_command_left(mark: str, pair: P
 async def test_check_tells_which_master_key_wraps_new_data_keys(pair: Pair) -> None:
     async with pair.maintained() as db:
         found = await check(db)
-        (data_master,) = [one for one in (await status(db)).masters if one.purpose == "data"]
+        (data_master,) = [one for one in (await status(db)).master_keys if one.purpose == "data"]
     root = data_master.root_key_id
     assert found == Check("2", root, 2, data_master.id, True, False)

@@ -34,7 +34,7 @@ async def test_status_lists_rotations_that_have_not_ended(url: str, place: sa.UR
         for rotate in ROTATIONS.values():
             await interrupt(url, rotate)
         data, master = (await status(db)).unfinished
-        assert [(one.rotation, one.genuine) for one in (data, master)] == [
+        assert [(one.name, one.is_authentic) for one in (data, master)] == [
             ("data", True),
             ("master", True),
         ]

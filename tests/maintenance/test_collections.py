@@ -116,7 +116,7 @@ async def all_keys_rotated(database: Any, service: Any) -> None:
         assert (await rotate_master(db)).left == 0
         assert (await rotate_data(db)).left == 0
         done = await retire(db)
-        assert (done.data_keys, len(done.masters), done.kept) == (3, 1, 0)
+        assert (done.data_keys, len(done.master_ids), done.kept) == (3, 1, 0)
         assert (await purge(db, timedelta())).deleted == 2
         await vacuum(db)
         assert counts(await verify(db)) == (0, 0, 4, 12, 0, 0)

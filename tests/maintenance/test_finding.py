@@ -73,9 +73,9 @@ async def test_init_makes_and_reports_what_is_missing(url: str, place: sa.URL) -
         made = await init(db)
         assert set(made.tables) == {*metadata.tables}
         masters = query(place, "SELECT id FROM secure_keyring")
-        assert sorted(made.masters) == sorted(row[0] for row in masters)
+        assert sorted(made.master_ids) == sorted(row[0] for row in masters)
         assert (await init(db)).numbers == (0, 0)
-        assert len((await status(db)).masters) == 2
+        assert len((await status(db)).master_keys) == 2
     async with EncryptedSessionService(url, BACKEND, create_tables=False) as service:
         await service.create_session(app_name=APP, user_id="ada")
     async with Database(url, AesGcmBackend(NEW)) as db:

@@ -68,7 +68,7 @@ async def complete(url: str, job: str) -> Any:
         assert found.bad == found.unchecked == 0, found.problems
         assert (found.users, found.sessions, found.events) == (1, 2, 6)
         if job == "root":
-            roots = {one.root_key_id for one in (await status(db)).masters}
+            roots = {one.root_key_id for one in (await status(db)).master_keys}
             assert len(roots) == 1, "rows under both root keys"
         done = await JOBS[job][0](db)
         again = await verify(db)

@@ -75,7 +75,7 @@ async def test_key_that_a_service_may_use_in_place_of_an_older_one_is_kept(url: 
         await rotate_until_the_second_session(url)
         async with Database(url, AES) as db:
             retired = await retire(db)
-        assert [one.references != () for one in retired.examples] == [True, False]
+        assert [one.references != () for one in retired.kept_keys] == [True, False]
         await service.append_event(found[max(row for row in found if row)], event(9))
     await assert_whole(url, AES)
 
@@ -88,7 +88,7 @@ async def test_master_that_another_rotation_retired_wraps_no_data_key(url: str) 
     async def rotate_until_the_master_is_made() -> None:
         another, its_faults = maintained(url)
         its_faults.keys.before(Point.READ, Killed(), nth=2, when=wrapped_keys)
-        assert (await rotate_and_retire(another, rotate_master)).masters
+        assert (await rotate_and_retire(another, rotate_master)).master_ids
 
     # By then the master of the first rotation is stored, and has wrapped nothing.
     # The first read of data keys looks for those that were created later.

@@ -52,9 +52,9 @@ async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old
     before = query(place, KEYRING)
     async with Database(url, new(), [old()]) as db:
         done = await rotate_root(db)
-        assert (len(done.rotated), done.unchanged, done.plaintext) == (2, (), ())
+        assert (len(done.rotated_ids), done.unchanged_ids, done.plaintext_ids) == (2, (), ())
         again = await rotate_root(db)
-        assert (again.rotated, sorted(again.unchanged)) == ((), sorted(done.rotated))
+        assert (again.rotated_ids, sorted(again.unchanged_ids)) == ((), sorted(done.rotated_ids))
     after = query(place, KEYRING)
     assert [row[:2] + row[3:4] for row in after] == [row[:2] + row[3:4] for row in before]
     assert {row[2] for row in after} == {new().root_key.key_id}
@@ -63,7 +63,7 @@ async def test_rotated_database_opens_with_the_new_root_key_and_not_with_the_old
         with pytest.raises(WrongKeyError, match=new().root_key.key_id):
             await service.prepare_tables()
     async with Database(url, new()) as db:  # the old one is not needed to see that
-        assert len((await rotate_root(db)).unchanged) == 2
+        assert len((await rotate_root(db)).unchanged_ids) == 2
 
 
 async def test_services_read_and_write_during_rotations(url: str) -> None:
@@ -99,7 +99,7 @@ async def test_services_read_and_write_during_rotations(url: str) -> None:
         try:
             for backend, other in ((new(), old()), (old(), new()), (new(), old())):
                 async with Database(url, backend, [other]) as db:
-                    assert len((await rotate_root(db)).rotated) == 2
+                    assert len((await rotate_root(db)).rotated_ids) == 2
                 # Those that start meanwhile find either.
                 workers.append(group.create_task(work(f"z{len(workers)}", new(), old())))
                 await asyncio.sleep(0.1)
@@ -159,7 +159,7 @@ async def test_master_key_that_is_added_meanwhile_ends_the_rotation(url: str) ->
         faults.keys.before(Point.RUN, add, nth=2)  # after the survey
         with pytest.raises(SecureSessionError, match="was changed meanwhile"):
             await rotate_root(db)
-        assert len((await rotate_root(db)).rotated) == 3
+        assert len((await rotate_root(db)).rotated_ids) == 3
     await assert_readable(url, new())
 
 
@@ -169,7 +169,7 @@ async def test_master_keys_stored_as_plaintext_are_left_unchanged(file_url: str)
     await fill(file_url, old(), others=[no_op], users=["eve"])
     async with Database(file_url, new(), [old(), no_op]) as db:
         done = await rotate_root(db)
-        assert (len(done.rotated), len(done.plaintext)) == (1, 2)
+        assert (len(done.rotated_ids), len(done.plaintext_ids)) == (1, 2)
         assert (await verify(db)).bad == 0
     async with Database(file_url, no_op, [new()]) as db:
         with pytest.raises(ConfigurationError, match="no root key to rotate to"):

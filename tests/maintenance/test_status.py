@@ -45,9 +45,9 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
         (1, master, 3),
         (2, master, 1),
     }
-    assert [one.purpose for one in found.masters if one.id == master] == ["data"]
-    assert {one.root_key_id for one in found.masters} == {AES.root_key.key_id}
-    assert all(one.unwraps is None and 0 <= one.age < 600 for one in found.masters)
+    assert [one.purpose for one in found.master_keys if one.id == master] == ["data"]
+    assert {one.root_key_id for one in found.master_keys} == {AES.root_key.key_id}
+    assert all(one.unwraps is None and 0 <= one.age < 600 for one in found.master_keys)
 
 
 async def test_status_tells_of_plaintext_records(file_url: str) -> None:
@@ -57,7 +57,7 @@ async def test_status_tells_of_plaintext_records(file_url: str) -> None:
     async with Database(file_url, AES) as db:
         found = await status(db)
     assert found.has_plaintext_records
-    assert {one.root_key_id: one.unwraps for one in found.masters} == {
+    assert {one.root_key_id: one.unwraps for one in found.master_keys} == {
         "none": False,
         AES.root_key.key_id: True,
     }

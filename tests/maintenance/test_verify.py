@@ -98,7 +98,7 @@ async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
     engine = create_async_engine(url)
     async with Database(db_engine=engine, backend=AesGcmBackend(OLD)) as db:
         assert (await verify(db)).bad == 0
-        assert len((await rotate_root(db)).unchanged) == 2
+        assert len((await rotate_root(db)).unchanged_ids) == 2
         assert (await status(db)).records
     async with engine.connect() as connection:
         assert await connection.scalar(sa.text("SELECT count(*) FROM secure_sessions")) == 4

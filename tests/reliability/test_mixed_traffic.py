@@ -105,7 +105,7 @@ class Maintenance:
     async def rotate(self, number: int) -> None:
         """Replace the root key by the other one, then all master keys and data keys."""
         async with open_database(self._url, first=(number + 1) % 2) as db:
-            assert len((await rotate_root(db)).rotated) >= 2
+            assert len((await rotate_root(db)).rotated_ids) >= 2
             masters = await rotate_master(db)
             records = await rotate_data(db)
             assert (masters.bad, records.bad) == (0, 0), records.problems

@@ -78,7 +78,7 @@ class Run:
     def _key_ages(self) -> Iterator[tuple[str, float]]:
         """Yield the labels and the age of each master key that `status` has found."""
         if isinstance(self.result, maintenance.Status):
-            for key in self.result.masters:
+            for key in self.result.master_keys:
                 yield f',purpose="{_escaped(key.purpose)}",key="{_escaped(key.id)}"', key.age
 
 

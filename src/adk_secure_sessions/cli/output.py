@@ -18,8 +18,6 @@ from adk_secure_sessions.formats.records import BACKEND_NAMES
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.results import counted as counted
 
-# The fields with lists of ids.  The fields with a single id are `id`, `row` and all `..._id`.
-_LISTS_OF_IDS = ("masters", "rotated", "unchanged", "plaintext")
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
 
@@ -49,7 +47,7 @@ def to_json_value(value: Any, name: str = "") -> Any:
     if isinstance(value, bytes):  # from a text column that was tampered with
         return value.hex()
     if isinstance(value, tuple | list):
-        element = "id" if name in _LISTS_OF_IDS else ""
+        element = "id" if name.endswith("_ids") else ""
         return [to_json_value(item, element) for item in value]
     is_id = name in ("id", "row") or name.endswith("_id")
     return value if value is None or not is_id else str(value)

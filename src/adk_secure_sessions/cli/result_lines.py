@@ -16,7 +16,7 @@ def check_lines(result: maintenance.Check) -> Iterator[str]:
     keys = "in the key database" if result.has_key_database else "in this database"
     yield (
         f"a service can start: format {result.format_version}, root key {result.root_key_id}, "
-        f"{counted(result.masters, 'master key')} {keys}"
+        f"{counted(result.master_count, 'master key')} {keys}"
     )
     if result.master_id is None:
         yield "the first service to start creates a data master"
@@ -39,7 +39,7 @@ def status_lines(result: maintenance.Status) -> Iterator[str]:
                 _age(master.age),
                 unwraps[master.unwraps],
             )
-            for master in result.masters
+            for master in result.master_keys
         ],
         _INDENT,
     )
@@ -55,7 +55,7 @@ def status_lines(result: maintenance.Status) -> Iterator[str]:
         spare = counted(result.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
     yield "rows"
-    rotated = any(run.rotation == "data" and run.done is not None for run in result.unfinished)
+    rotated = any(run.name == "data" and run.done is not None for run in result.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
     yield from table(
         [
@@ -107,7 +107,7 @@ def rotation_notes(
     elif result.left:
         yield "next: once all services write with the same backend and root key, run this again"
     else:
-        yield "next: `retire` removes the keys that were replaced"
+        yield "next: `retire` deletes the keys that were replaced"
 
 
 def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
@@ -115,7 +115,7 @@ def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
 
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
     # key, a rotation may not help.
-    tables = {key.table for key in result.examples if key.references}
+    tables = {key.table for key in result.kept_keys if key.references}
     if data_keys.name in tables:
         yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
     if keyring.name in tables:
@@ -138,7 +138,7 @@ def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
         yield "the source of the migration may still contain the user: delete the user there, too"
 
 
-def separation_notes(result: maintenance.Separated) -> Iterator[str]:
+def separation_notes(result: maintenance.Separation) -> Iterator[str]:
     if result.complete:
         yield f"the copy has the id {result.database_id} and keys of its own: services can start"
     else:
@@ -164,19 +164,16 @@ def resumed_line(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> s
 
 
 def _unfinished(rotation: maintenance.UnfinishedRotation, resume_hint: str) -> str:
-    if rotation.genuine is False or rotation.since is None:
-        return (
-            f"{rotation.rotation}: its checkpoint was tampered with; "
-            "--restart begins a new rotation"
-        )
+    if rotation.is_authentic is False or rotation.since is None:
+        return f"{rotation.name}: its checkpoint was tampered with; --restart begins a new rotation"
     assert rotation.done is not None
     assert rotation.total is not None
     percent = 100 * rotation.done // max(rotation.total, 1)
-    total = counted(rotation.total, "data key" if rotation.rotation == "master" else "record")
+    total = counted(rotation.total, "data key" if rotation.name == "master" else "record")
     began = f"began {utc_text(rotation.since)}"
-    unchecked = "" if rotation.genuine else "; not verified: that needs --key"
+    unchecked = "" if rotation.is_authentic else "; not verified: that needs --key"
     replaced = f"{percent}%, {rotation.done:,} of {total}"
-    return f"{rotation.rotation}: {replaced}; {began}{unchecked}{resume_hint}"
+    return f"{rotation.name}: {replaced}; {began}{unchecked}{resume_hint}"
 
 
 def _again(command: str) -> str:
@@ -188,9 +185,9 @@ def _migration(migration: maintenance.MigrationStatus) -> str:
     counts = f"{counted(migration.sessions, 'session')} copied, {tombstones}"
     if not migration.is_complete:
         return f"{counts}; not complete: a service with plaintext fallback reads the source"
-    if migration.genuine is False:
+    if migration.is_authentic is False:
         return f"{counts}; its mark of completion was tampered with: run `migrate compare` again"
-    unchecked = "" if migration.genuine else "; not verified: that needs --key"
+    unchecked = "" if migration.is_authentic else "; not verified: that needs --key"
     return f"{counts}; complete{unchecked}"
 
 

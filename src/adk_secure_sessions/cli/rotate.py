@@ -128,13 +128,13 @@ def _rotate(
     whether to continue.
     """
     if retire and dry_run:
-        raise click.UsageError("--dry-run cannot tell what --retire would remove: omit one of them")
+        raise click.UsageError("--dry-run cannot tell what --retire would delete: omit one of them")
     without = ", without --restart" if restart else ""
     retirement = None
     with runner_for(db, resume_hint=f"{AGAIN}{without}") as call:
         if not restart:
             for unfinished in call(maintenance.unfinished_rotations(db)):
-                if unfinished.rotation == name:
+                if unfinished.name == name:
                     _announce(unfinished, dry_run=dry_run, yes=yes)
         with progress(f"rotate {name}") as report:
             options = {"progress": report, "rows_per_second": rows_per_second}
@@ -150,7 +150,7 @@ def _rotate(
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
-    if not unfinished.genuine:
+    if not unfinished.is_authentic:
         return  # say nothing: the rotation then raises an error, which names the checkpoint
     click.echo(resumed_line(unfinished, dry_run), err=True)
     if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -166,7 +166,7 @@ def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, ye
 @with_speed
 @on_database()
 def retire(db: Database, **options: Any) -> None:
-    """Remove the data keys and data masters that were replaced and that no row needs any more.
+    """Delete the data keys and data masters that were replaced and that no row needs any more.
 
     The command keeps replaced keys that rows still need.  It exits 1 if it has kept a key.
 

@@ -106,7 +106,7 @@ class MasterKeyRow(NamedTuple):
         return context(parts, self.id, self.created_at)
 
 
-class Separation(NamedTuple):
+class SeparationState(NamedTuple):
     """The state of an unfinished `separate`, which gives a copy of a database its own id and keys.
 
     The context of a data key contains the old id if one of the old data masters wraps the key, and
@@ -145,7 +145,7 @@ class Keyring(HoldsSecrets):
     former: Mapping[int, Aes256Gcm] = field(default_factory=dict)
     # The number of stored rows.  Above `MAX_ROWS`, only those that this process knew were loaded.
     row_count: int = -1
-    separation: Separation | None = field(default=None, init=False)
+    separation: SeparationState | None = field(default=None, init=False)
     # The listed features, and whether the table `secure_audit` exists, when the keyring was read.
     features: frozenset[str] = field(default=frozenset(), init=False)
     has_audit_table: bool = field(default=False, init=False)

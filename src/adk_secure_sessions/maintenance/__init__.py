@@ -40,7 +40,7 @@ from adk_secure_sessions.maintenance.deleted_bytes import vacuum as vacuum
 from adk_secure_sessions.maintenance.erase import Erasure as Erasure
 from adk_secure_sessions.maintenance.erase import erase_user as erase_user
 from adk_secure_sessions.maintenance.initialization import Check as Check
-from adk_secure_sessions.maintenance.initialization import Initialisation as Initialisation
+from adk_secure_sessions.maintenance.initialization import Initialization as Initialization
 from adk_secure_sessions.maintenance.initialization import check as check
 from adk_secure_sessions.maintenance.initialization import init as init
 from adk_secure_sessions.maintenance.inspection import TABLES as TABLES
@@ -63,7 +63,7 @@ from adk_secure_sessions.maintenance.rotation import UnfinishedRotation as Unfin
 from adk_secure_sessions.maintenance.search_index import IndexChange as IndexChange
 from adk_secure_sessions.maintenance.search_index import drop_index as drop_index
 from adk_secure_sessions.maintenance.search_index import fill_index as fill_index
-from adk_secure_sessions.maintenance.separation import Separated as Separated
+from adk_secure_sessions.maintenance.separation import Separation as Separation
 from adk_secure_sessions.maintenance.separation import separate as separate
 from adk_secure_sessions.maintenance.session_purge import Purge as Purge
 from adk_secure_sessions.maintenance.session_purge import purge as purge

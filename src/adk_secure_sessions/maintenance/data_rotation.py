@@ -27,7 +27,7 @@ from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
-from adk_secure_sessions.maintenance.rotation import Rotation, require_same
+from adk_secure_sessions.maintenance.rotation import RotationRun, require_same
 from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
     app_name_of,
@@ -242,7 +242,7 @@ async def _rows_with_primary_keys(
 # --- the run -------------------------------------------------------------------------------------
 
 
-class DataRotationRun(Rotation):
+class DataRotationRun(RotationRun):
     """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
 
     result: DataRotation

@@ -71,14 +71,14 @@ class MigrationStatus(NamedTuple):
         is_complete: Whether `secure_meta` has the mark that ends the migration: a row that is
             stored when a comparison has found no difference.  With this mark,
             `PlaintextFallbackService` does not read the source any more.
-        genuine: Whether this mark is authentic; None if there is no mark, if no root keys were
+        is_authentic: Whether this mark is authentic; None if there is no mark, if no root keys were
             given, or if they do not unwrap the keyring.
     """
 
     sessions: int
     tombstones: int
     is_complete: bool
-    genuine: bool | None
+    is_authentic: bool | None
 
 
 class IndexStatus(NamedTuple):
@@ -121,7 +121,7 @@ class Status(Result):
         format_version: The version of the stored format.
         has_plaintext_records: True if `NoOpBackend` has written to the database.  This value comes
             from a row of `secure_meta` that is not authenticated.
-        masters: The master keys.
+        master_keys: The master keys.
         data_keys: The number of data keys, by backend and by the data master that wraps them.
         records: The number of records, by table and backend.  While a `data` rotation is
             unfinished, a record counts as `newest` only if its data key was created since the
@@ -139,7 +139,7 @@ class Status(Result):
 
     format_version: str
     has_plaintext_records: bool
-    masters: tuple[MasterKey, ...]
+    master_keys: tuple[MasterKey, ...]
     data_keys: tuple[DataKeyCount, ...]
     records: tuple[RecordCount, ...]
     unfinished: tuple[UnfinishedRotation, ...]
@@ -151,11 +151,13 @@ class Status(Result):
 
     @property
     def succeeded(self) -> bool:
-        checks = [one.unwraps for one in self.masters] + [one.genuine for one in self.unfinished]
+        checks = [key.unwraps for key in self.master_keys]
+        checks += [run.is_authentic for run in self.unfinished]
         if self.migration is not None:
-            checks.append(self.migration.genuine)
+            checks.append(self.migration.is_authentic)
         tampered = self.state_index is not None and self.state_index.tampered
-        return not (False in checks or tampered or any(master.age < 0 for master in self.masters))
+        has_future = any(key.age < 0 for key in self.master_keys)
+        return not (False in checks or tampered or has_future)
 
 
 @unstored_command
@@ -176,7 +178,7 @@ async def status(
     total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
-    begun = {run.rotation: run.since for run in rotations if run.genuine is not False}
+    begun = {run.name: run.since for run in rotations if run.is_authentic is not False}
     records, spare_keys = await count_records(db, meter, begun.get("data") or 0)
     meter.finish()
     return Status(
@@ -213,13 +215,13 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     ((copied,),) = await db.runner.read(_COPIED, {})
     ((tombstones,),) = await db.runner.read(_TOMBSTONES, {})
     is_complete = meta.MIGRATION_MARK in survey.meta_rows
-    genuine = None
+    is_authentic = None
     if is_complete and await _index_master(db) is not None:
         try:
-            genuine = await db.imports.migration_end() is not None
+            is_authentic = await db.imports.migration_end() is not None
         except WrongKeyError:
-            genuine = False
-    return MigrationStatus(int(copied), int(tombstones), is_complete, genuine)
+            is_authentic = False
+    return MigrationStatus(int(copied), int(tombstones), is_complete, is_authentic)
 
 
 async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
@@ -257,9 +259,9 @@ def _with_progress(
     keys: tuple[DataKeyCount, ...],
     records: tuple[RecordCount, ...],
 ) -> UnfinishedRotation:
-    if run.since is None or run.genuine is False:
+    if run.since is None or run.is_authentic is False:
         return run
-    if run.rotation == "master":
+    if run.name == "master":
         new = {row.id for row in masters if row.purpose == DATA and row.created_at >= run.since}
         replaced = sum(count.keys for count in keys if count.master_id in new)
         total = sum(count.keys for count in keys)

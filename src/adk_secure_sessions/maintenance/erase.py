@@ -49,7 +49,7 @@ class Erasure(Result):
         data_keys: The data keys of the user, of all generations.
         users: 1, or 0 if the user does not exist or the user's row had been removed.
         sessions: The sessions of the user.
-        bases: The snapshots of these sessions.
+        snapshots: The snapshots of these sessions.
         events: The events of these sessions, and the items of these collections.
         witnesses: The version witnesses of the user and of these sessions and collections.
         collections: The user's collections, which hold artifacts and memory.  The contents of
@@ -65,7 +65,7 @@ class Erasure(Result):
     data_keys: int = counter("data key", "deleted", changes=True)
     users: int = counter("user", "deleted", changes=True)
     sessions: int = counter("session", "deleted", changes=True)
-    bases: int = counter("snapshot", "deleted", changes=True)
+    snapshots: int = counter("snapshot", "deleted", changes=True)
     events: int = counter("event", "deleted", changes=True)
     witnesses: int = counter("version witness", "deleted", changes=True)
     collections: int = counter(
@@ -154,7 +154,7 @@ async def erase_user(
         data_keys=deleted[data_keys.name],
         users=deleted[users.name],
         sessions=deleted[sessions.name] - len(then.collections),
-        bases=deleted[snapshots.name],
+        snapshots=deleted[snapshots.name],
         events=deleted[events.name],
         witnesses=deleted[witnesses.name],
         collections=len(then.collections),

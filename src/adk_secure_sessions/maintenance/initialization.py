@@ -14,20 +14,20 @@ from adk_secure_sessions.storage.survey import Survey, survey_database
 
 
 @dataclass
-class Initialisation(Result):
+class Initialization(Result):
     """The result of `init`: the tables and keys that it created.
 
     Attributes:
         tables: The names of the created tables.
-        masters: The ids of the created master keys.
+        master_ids: The ids of the created master keys.
     """
 
     tables: tuple[str, ...] = counter("table", "created", always=True, default=())
-    masters: tuple[int, ...] = counter("master key", "created", always=True, default=())
+    master_ids: tuple[int, ...] = counter("master key", "created", always=True, default=())
 
 
 @command
-async def init(db: Database) -> Initialisation:
+async def init(db: Database) -> Initialization:
     """Create missing tables and master keys, as a service does when it starts.
 
     Raises:
@@ -44,8 +44,8 @@ async def init(db: Database) -> Initialisation:
         table.name for tables in made for table in metadata.sorted_tables if table.name in tables
     ]
     known = {row.id for row in before[0].keyring}
-    masters = [row.id for row in after[0].keyring if row.id not in known]
-    return Initialisation(tuple(names), tuple(masters))
+    master_ids = [row.id for row in after[0].keyring if row.id not in known]
+    return Initialization(tuple(names), tuple(master_ids))
 
 
 async def _surveys(db: Database) -> list[Survey]:
@@ -63,7 +63,7 @@ class Check(NamedTuple):
     Attributes:
         format_version: The version of the stored format.
         root_key_id: The id of the root key of `backend`, the argument of `Database`.
-        masters: The number of master keys; the given root keys unwrap all of them.
+        master_count: The number of master keys; the given root keys unwrap all of them.
         master_id: The id of the data master that wraps new data keys.  None if the keyring has no
             usable data master yet: the next service that starts creates a data master.
         has_key_database: True if the keys are in a key database.
@@ -73,7 +73,7 @@ class Check(NamedTuple):
 
     format_version: str
     root_key_id: str
-    masters: int
+    master_count: int
     master_id: int | None
     has_key_database: bool
     has_plaintext_records: bool

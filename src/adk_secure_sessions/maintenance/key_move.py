@@ -74,7 +74,7 @@ class KeyMove(Result):
 
     Attributes:
         to: Where the keys are now: "key-db" or "db".
-        masters: The number of master keys there.
+        master_count: The number of master keys there.
         data_keys: The number of data keys there.
         resumed: True if this run continued an interrupted run, or found that the keys had already
             been moved.
@@ -84,7 +84,7 @@ class KeyMove(Result):
     """
 
     to: KeyPlace
-    masters: int = counter("master key", "moved", always=True)
+    master_count: int = counter("master key", "moved", always=True)
     data_keys: int = counter("data key", "moved", always=True)
     resumed: bool = False
     cleared: bool = must_be_true()

@@ -28,7 +28,7 @@ from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
-    Rotation,
+    RotationRun,
     after_creation,
     authentic_masters,
     require_same,
@@ -98,7 +98,7 @@ async def rotate_master(
     return run.result
 
 
-class _MasterRotationRun(Rotation):
+class _MasterRotationRun(RotationRun):
     result: MasterRotation
 
     async def _check_and_count_rows(self) -> int:

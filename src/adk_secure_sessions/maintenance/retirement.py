@@ -74,20 +74,20 @@ class Retirement(Result):
 
     Attributes:
         data_keys: How many data keys were deleted.
-        masters: The ids of the data masters that were deleted.
+        master_ids: The ids of the data masters that were deleted.
         kept: How many replaced keys were kept.
-        examples: The first 1000 kept keys.
+        kept_keys: The first 1000 kept keys.
         spare_keys: How many data keys are newer than the current data key of their owner, and no
             row or record names them.  They were left alone: with a key database, a service may be
             about to name such a key.  The next rotation replaces them.
     """
 
-    data_keys: int = counter("data key", "removed", always=True, changes=True)
-    masters: tuple[int, ...] = counter(
-        "master key", "removed", always=True, changes=True, default=()
+    data_keys: int = counter("data key", "deleted", always=True, changes=True)
+    master_ids: tuple[int, ...] = counter(
+        "data master", "deleted", always=True, changes=True, default=()
     )
-    kept: int = counter("older key", "kept", wrong=True)
-    examples: tuple[KeptKey, ...] = listing("kept")
+    kept: int = counter("replaced key", "kept", wrong=True)
+    kept_keys: tuple[KeptKey, ...] = listing("kept")
     spare_keys: int = counter(
         "data key", "spare", hint="no row names them, and they encrypt nothing"
     )

@@ -24,20 +24,20 @@ class RootRotation(Result):
 
     Attributes:
         root_key_id: The id of the new root key, which wraps the master keys now.
-        rotated: The ids of the master keys that another root key wrapped before.
-        unchanged: The ids of the master keys that the new root key already wrapped before.
-        plaintext: The ids of the master keys that `NoOpBackend` stored as plaintext.  These master
+        rotated_ids: The ids of the master keys that another root key wrapped before.
+        unchanged_ids: The ids of the master keys that the new root key already wrapped before.
+        plaintext_ids: The ids of the master keys that `NoOpBackend` stored as plaintext.  These
             keys stay plaintext: anybody with read access to the database may know them already.
     """
 
     root_key_id: str
-    rotated: tuple[int, ...] = counter(
+    rotated_ids: tuple[int, ...] = counter(
         "master key", "wrapped by the new root key", always=True, changes=True, default=()
     )
-    unchanged: tuple[int, ...] = counter(
+    unchanged_ids: tuple[int, ...] = counter(
         "master key", "wrapped by the new root key before", default=()
     )
-    plaintext: tuple[int, ...] = counter(
+    plaintext_ids: tuple[int, ...] = counter(
         "master key", "stored as plaintext, and left unchanged", default=()
     )
 

@@ -43,10 +43,10 @@ class UnfinishedRotation(NamedTuple):
     """A rotation that is running, was killed, or could not replace every key.
 
     Attributes:
-        rotation: The name of the rotation, `master` or `data`.
+        name: The name of the rotation, `master` or `data`.
         since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
             malformed.
-        genuine: True if the stored checkpoint is authentic, False if it was modified.  None if
+        is_authentic: True if the stored checkpoint is authentic, False if it was modified.  None if
             no root keys were given, or if they do not unwrap the keyring.
         done: Only in the result of `status`, and if the checkpoint was not modified: for `data`,
             the number of records whose data key was created since the rotation began; for `master`,
@@ -54,14 +54,14 @@ class UnfinishedRotation(NamedTuple):
         total: In the same cases, the number of all records, or of all data keys.
     """
 
-    rotation: str
+    name: str
     since: int | None
-    genuine: bool | None
+    is_authentic: bool | None
     done: int | None = None
     total: int | None = None
 
 
-class Rotation(ABC):
+class RotationRun(ABC):
     """One run of a rotation, which replaces all keys that were created before `result.since`.
 
     A pass processes all rows, and then counts the rows that still use older keys.  A service that
@@ -140,10 +140,10 @@ class Rotation(ABC):
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
             index_master = (await self._db.keyring()).index_master
-            own = [run for run in unfinished(stored, index_master) if run.rotation == self._name]
+            own = [run for run in unfinished(stored, index_master) if run.name == self._name]
             if own:
                 self.result.since, self.result.resumed = own[0].since, True
-                if self.result.since is None or not own[0].genuine:
+                if self.result.since is None or not own[0].is_authentic:
                     raise TamperedError(
                         "the checkpoint was modified; begin a new rotation, with --restart or "
                         "restart=True",
@@ -245,12 +245,12 @@ def unfinished(
         if str(name).startswith(meta.ROTATION):
             written = _CHECKPOINT.fullmatch(str(value))
             since = int(written["since"]) if written else _YEAR_10000
-            genuine = None
+            is_authentic = None
             if index_master is not None:
                 mac = index_master.mac("checkpoint", name, str(since)).hex()
-                genuine = written is not None and hmac.compare_digest(written["mac"], mac)
+                is_authentic = written is not None and hmac.compare_digest(written["mac"], mac)
             known = since if since < _YEAR_10000 else None
-            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, genuine)
+            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, is_authentic)
 
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.

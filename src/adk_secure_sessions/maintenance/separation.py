@@ -21,7 +21,7 @@ from adk_secure_sessions.keys.keyring import (
     DATA,
     Keyring,
     MasterKeyRow,
-    Separation,
+    SeparationState,
     open_keyring,
     rewrap_master_key,
 )
@@ -51,7 +51,7 @@ _MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `se
 
 
 @dataclass
-class Separated(Result):
+class Separation(Result):
     """The result of `separate`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Separated(Result):
             again.
         data_keys: How many old data keys this run deleted.  A key is old if it was created before
             the separation began.
-        masters: The ids of the old data masters that this run deleted.
+        master_ids: The ids of the old data masters that this run deleted.
         kept: How many old keys are left.  They cannot be deleted yet, because rows need them or
             because a row cannot be decrypted.
     """
@@ -70,14 +70,14 @@ class Separated(Result):
     resumed: bool
     complete: bool = must_be_true()
     data_keys: int = counter("data key", "deleted", always=True)
-    masters: tuple[int, ...] = counter("data master", "deleted", always=True, default=())
+    master_ids: tuple[int, ...] = counter("data master", "deleted", always=True, default=())
     kept: int = counter("replaced key", "kept")
 
 
 @command
 async def separate(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
-) -> Separated:
+) -> Separation:
     """Give a copy of a database a new id, a new data master and new data keys; delete the old keys.
 
     Afterwards, the copy does not know what `migrate` has copied, and its audit trail is empty.
@@ -113,11 +113,11 @@ async def separate(
         raise SecureSessionError(
             "another run of `separate` has ended the separation: run `check`", retryable=True
         )
-    result = Separated(keyring.database_id.hex(), resumed)
+    result = Separation(keyring.database_id.hex(), resumed)
     are_replaced = await _replace_keys(db, keyring, separation, options)
     if are_replaced:
         retirement = await retire(db, **options)
-        result.data_keys, result.masters = retirement.data_keys, retirement.masters
+        result.data_keys, result.master_ids = retirement.data_keys, retirement.master_ids
     remaining = (await db.reread_keyring()).masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
@@ -133,7 +133,7 @@ async def separate(
 
 
 async def _replace_keys(
-    db: Database, keyring: Keyring, separation: Separation, options: dict[str, Any]
+    db: Database, keyring: Keyring, separation: SeparationState, options: dict[str, Any]
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
     stored = (await db.survey()).meta_rows
@@ -166,7 +166,7 @@ async def _begin(db: Database) -> None:
             f"the keyring has {len(master_ids)} data masters, and at most {_MAX_MASTERS} can be "
             "separated: run `retire` first"
         )
-    separation = Separation(old_id, await later_than_all_keys(db), master_ids)
+    separation = SeparationState(old_id, await later_than_all_keys(db), master_ids)
     roots = db.runner.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))

@@ -15,7 +15,7 @@ from adk_secure_sessions.db.failures import translated
 from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import IndexMaster
-from adk_secure_sessions.keys.keyring import Keyring, Separation
+from adk_secure_sessions.keys.keyring import Keyring, SeparationState
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import audit_records
@@ -62,11 +62,11 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
             "the row `separation` of secure_meta was tampered with: copy the database again"
         )
     masters = frozenset(map(int, match["masters"].split()))
-    keyring.separation = Separation(bytes.fromhex(match["old"]), int(match["since"]), masters)
+    keyring.separation = SeparationState(bytes.fromhex(match["old"]), int(match["since"]), masters)
 
 
 def separation_rows(
-    separation: Separation, index: IndexMaster, new_id: bytes, features: frozenset[str]
+    separation: SeparationState, index: IndexMaster, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
     """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
     masters = " ".join(map(str, sorted(separation.master_ids)))
