@@ -148,7 +148,7 @@ async def stored_wrongly(
 
 # Blobs that were written less than this time ago are not marked: an upload stores a blob before
 # the row that names the blob.
-_LONGEST_UPLOAD = timedelta(days=1)
+_MAX_UPLOAD_TIME = timedelta(days=1)
 _MIN_AGE = timedelta(hours=48)
 
 
@@ -220,7 +220,7 @@ async def purge_blobs(
     again = await blobs.marks()
     old = now - older_than.total_seconds()
     due = [name for name in marks.keys() & again.keys() if again[name] < old]
-    young = now - _LONGEST_UPLOAD.total_seconds()
+    young = now - _MAX_UPLOAD_TIME.total_seconds()
     new = [name for name in written.keys() - named - marks.keys() if written[name] < young]
     if not dry_run:
         for name in new:

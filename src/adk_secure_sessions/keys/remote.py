@@ -30,7 +30,7 @@ from adk_secure_sessions.keys.providers import check_key_id
 T = TypeVar("T")
 
 TIMEOUT = 5.0  # seconds for each attempt
-_LONGEST_TIMEOUT = 3600.0  # seconds; the libraries cannot use much higher values
+_MAX_TIMEOUT = 3600.0  # seconds; the libraries cannot use much higher values
 ATTEMPTS = 3
 # The names of the loggers of the libraries that our providers call directly or indirectly.
 _LOGGERS = (
@@ -81,9 +81,9 @@ class RemoteKey(HoldsSecrets):
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
         check_key_id(key_id)
-        if not 0 < timeout <= _LONGEST_TIMEOUT or attempts < 1:
+        if not 0 < timeout <= _MAX_TIMEOUT or attempts < 1:
             raise ConfigurationError(
-                f"timeout must be above 0 and at most {_LONGEST_TIMEOUT:.0f} seconds, and attempts "
+                f"timeout must be above 0 and at most {_MAX_TIMEOUT:.0f} seconds, and attempts "
                 "above 0"
             )
         self.key_id = key_id

@@ -464,8 +464,8 @@ _CHAINS = (
     sa.select(_columns.chain, sa.func.max(_columns.time)).where(_IS_BLOB).group_by(_columns.chain)
 )
 # A longer record is read as NULL, which is rejected: an attacker may have stored gigabytes.
-_LONGEST = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
-_RECORD_OR_NULL = sa.case((sa.func.length(_columns.record) <= _LONGEST, _columns.record))
+_MAX_LENGTH = sa.literal_column(str(MAX_RECORD), sa.BigInteger)
+_RECORD_OR_NULL = sa.case((sa.func.length(_columns.record) <= _MAX_LENGTH, _columns.record))
 _IS_NUMBER = sa.and_(
     _columns.number >= sa.literal_column("0", sa.BigInteger),
     _columns.number == sa.cast(_columns.number, sa.BigInteger),

@@ -36,7 +36,7 @@ from adk_secure_sessions.storage.schema import (
 )
 
 # How often a transaction looks for further rows of a user.  Usually it finds none the second time.
-_MOST_PASSES = 20
+_MAX_PASSES = 20
 
 
 @dataclass
@@ -219,7 +219,7 @@ class _Deletion:
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
-        the statement began.  Raise DatabaseError if rows are still there after `_MOST_PASSES`
+        the statement began.  Raise DatabaseError if rows are still there after `_MAX_PASSES`
         passes: a trigger or a rule can undo a deletion without an error.
         """
         self._dialect.see_what_is_committed(self.connection)
@@ -228,7 +228,7 @@ class _Deletion:
             return
         self._dialect.run_triggers_at_once(self.connection)
         self._dialect.overwrite_deleted(self.connection)
-        for _ in range(_MOST_PASSES):
+        for _ in range(_MAX_PASSES):
             self._pass()
             if not self._rows_left():
                 return

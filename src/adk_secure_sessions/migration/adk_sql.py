@@ -43,7 +43,7 @@ _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
     "either: correct or delete the row in the source"
 )
-_MOST_NAMED_ROWS = 10  # the maximum number of such rows that an error names
+_MAX_NAMED_ROWS = 10  # the maximum number of such rows that an error names
 
 
 class TableKind(StrEnum):
@@ -378,7 +378,7 @@ class AdkQueries:
         """
         for table in _WITH_STATES if self.dialect == "sqlite" else ():
             others = (sa.func.typeof(column) != "text" for column in table.primary_key)
-            query = sa.select(table.c.rowid).where(sa.or_(*others)).limit(_MOST_NAMED_ROWS)
+            query = sa.select(table.c.rowid).where(sa.or_(*others)).limit(_MAX_NAMED_ROWS)
             if rows := ", ".join(map(str, connection.scalars(query))):
                 raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
 
