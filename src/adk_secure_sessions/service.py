@@ -809,14 +809,14 @@ def recording(runner: OperationRunner, audit: Audit | None, trail: AuditTrail | 
     is_blind = audit.ids == "blind"
 
     def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        user, session = user_id or None, session_id or None
+        user, session, keyring = user_id or None, session_id or None, runner.keyring_if_open
         if is_blind:
-            identity = runner.identify_if_open(app_name, user_id, session_id)
-            if identity is None:
+            if keyring is None:
                 return {"app": app_name}
-            user, session = user and identity.user_tag.hex(), session and identity.session_tag.hex()
-        database_id = runner.database_id
-        database = None if database_id is None else database_id.hex()
+            tag_of = keyring.index_master.tag_of
+            user = user and tag_of(app_name, user_id).hex()
+            session = session and tag_of(app_name, user_id, session_id).hex()
+        database = None if keyring is None else keyring.database_id.hex()
         return {"database": database, "app": app_name, "user": user, "session": session}
 
     return Recording(ids, trail)

@@ -444,9 +444,8 @@ async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
         changes.append(Change(_DELETE_OTHERS, at, must_match_row=False))
         head = end.link.hex()
         named.append({"chain": chain.hex(), "number": end.number, "head": head})
-    database = db.runner.database_id
-    assert database is not None, "the database is open"
-    entry = audit.new_entry(_PURGE_EVENT, database=database.hex(), chains=named)
+    database = (await db.keyring()).database_id.hex()
+    entry = audit.new_entry(_PURGE_EVENT, database=database, chains=named)
     try:
         is_deleted = await db.trail.purge(entry, changes)
     except Conflict:

@@ -193,7 +193,7 @@ class RowCache:
         self, session: StoredSession, witness: WitnessRow | None, *, is_verified: bool
     ) -> None:
         """Cache *session* like `put`, but without its snapshot, which may be large."""
-        if session.has_snapshot and session.snapshot is not None:
+        if session.row.has_snapshot and session.snapshot is not None:
             session = session._replace(snapshot=None)
         self.put(self.sessions, witness, session, is_verified=is_verified)
 
@@ -448,16 +448,9 @@ class OperationRunner:
         return opened.identities.get(ids) or identify(opened.key_cache.keyring.index_master, *ids)
 
     @property
-    def database_id(self) -> bytes | None:
-        """The id of the database, 16 bytes; None if the database is not open."""
-        return None if self._opened is None else self._opened.key_cache.keyring.database_id
-
-    def identify_if_open(self, app_name: str, user_id: str, session_id: str) -> Identity | None:
-        """Do the same as `identify` for a session, but return None if the database is not open."""
-        opened = self._opened
-        return opened and identify(
-            opened.key_cache.keyring.index_master, app_name, user_id, session_id
-        )
+    def keyring_if_open(self) -> Keyring | None:
+        """The keyring; None if the database is not open."""
+        return self._opened and self._opened.key_cache.keyring
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
         """Attempt *operation* until it succeeds, or has had *conflicts* conflicts; see `Retries`.

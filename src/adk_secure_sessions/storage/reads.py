@@ -372,7 +372,7 @@ class Listing(StorageOperation[T]):
                     sealed_rows.require_app(app, user)
                     of_app.add(user.row.id)
                 is_wanted = session.has_expired == self.has_expired
-                if is_wanted and session.is_collection == self.is_collection:
+                if is_wanted and session.row.is_collection == self.is_collection:
                     views.append(SessionView(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)

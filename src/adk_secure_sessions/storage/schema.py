@@ -544,11 +544,6 @@ class StoredSession(NamedTuple):
         return SessionVersion(self.row.id, self.row.revision)
 
     @property
-    def is_collection(self) -> bool:
-        """Whether the row is a collection, whose events are items."""
-        return self.row.is_collection
-
-    @property
     def has_expired(self) -> bool:
         """Whether the session must be treated like a deleted one, by the clock of this machine."""
         return self.row.expires_at != NEVER and self.row.expires_at <= time_now()
@@ -558,10 +553,6 @@ class StoredSession(NamedTuple):
         if self.row.expires_at == NEVER:
             return NEVER
         return min(updated_at + self.row.expires_at - self.row.updated_at, NEVER - 1)
-
-    @property
-    def has_snapshot(self) -> bool:
-        return self.row.has_snapshot
 
 
 class SessionView(NamedTuple):

@@ -252,7 +252,7 @@ def check_events(session: StoredSession, event_rows: list[Row], first: int, last
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )
     if [row[EVENT_SEQ] for row in event_rows] != expected:
-        kinds = ("items", "collection") if session.is_collection else ("events", "session")
+        kinds = ("items", "collection") if session.row.is_collection else ("events", "session")
         raise TamperedError(
             f"{kinds[0]} {first} to {last} of this {kinds[1]} are expected, each once; some were "
             "added, removed or renumbered",

@@ -624,7 +624,7 @@ def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes that delete the events, the snapshot, and rows of the search index."""
     at_row = {"at_id": session.row.id}
     changes = [Change(sql.DELETE_EVENTS, at_row, must_match_row=False)]
-    if session.has_snapshot:
+    if session.row.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes + index_rows.removal(attempt, session.row.id)
 
