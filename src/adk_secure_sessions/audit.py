@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVar
 
 from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
@@ -284,22 +284,13 @@ class Recording(NamedTuple):
     trail: "Trail | None"
 
 
-class Audited(Protocol):
-    @property
-    def _recording(self) -> Recording: ...
-
-
-A = TypeVar("A", bound=Audited)
-
-
 def accessed(
     action: str, covers: Callable[[Any], object] | None = None
-) -> Callable[
-    [Callable[Concatenate[A, P], Awaitable[T]]], Callable[Concatenate[A, P], Coroutine[Any, Any, T]]
-]:
+) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]:
     """Decorate a method of a service: measure each call, and write an audit record of it.
 
-    If the service records no accesses, only rejected values are recorded.
+    The attribute `_recording` of the service is its `Recording`.  If the service records no
+    accesses, only rejected values are recorded.
 
     Args:
         action: The event in the audit record, for example `session.read`.
@@ -307,39 +298,38 @@ def accessed(
             record, because only it knows the outcome.  The inner call is measured.
     """
 
-    def decorate(
-        method: Callable[Concatenate[A, P], Awaitable[T]],
-    ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
+    def decorate(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
         signature = inspect.signature(method)
         function: Callable[..., Awaitable[T]] = method
 
         # Gets the arguments of the call in two objects, since each `**` copies them.
-        async def call_audited(service: A, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-            read_ids, trail = service._recording
+        async def call_audited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+            read_ids, trail = args[0]._recording
             if read_ids is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
                 read_ids = None
             if read_ids is None:
                 try:
-                    return await function(service, *args, **kwargs)
+                    return await function(*args, **kwargs)
                 except DecryptionError as error:
                     record_rejected(error)
                     raise
-            ids = _ids_of(signature.bind(service, *args, **kwargs).arguments)
+            ids = _ids_of(signature.bind(*args, **kwargs).arguments)
             access = AccessCall(trail, action, read_ids, ids)
-            return await access.run(partial(function, service, *args, **kwargs))
+            return await access.run(partial(function, *args, **kwargs))
 
         async def run_covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
             with context_value(_covered, inner):
                 return await call()
 
-        def start(service: A, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+        def start(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+            service = args[0]
             if covers is not None:  # this is the outer call
-                return run_covering(covers(service), partial(call_audited, service, args, kwargs))
+                return run_covering(covers(service), partial(call_audited, args, kwargs))
             if _covered.get() is service:  # this is the inner call; it covers no call that it makes
-                call = partial(method, service, *args, **kwargs)
+                call = partial(method, *args, **kwargs)
                 return call_measured(method, run_covering, None, call)
-            return call_measured(method, call_audited, service, args, kwargs)
+            return call_measured(method, call_audited, args, kwargs)
 
         return hiding_wrapper(method, start)
 

@@ -237,6 +237,7 @@ class _Import(Write[T]):
         return status
 
 
+@dataclass(eq=False, repr=False)
 class ImportSession(_Import[ImportStatus]):
     """Store a session of another database with all its events, and remember it.
 
@@ -249,27 +250,17 @@ class ImportSession(_Import[ImportStatus]):
     # Not the app: long imports would wait for each other.
     lock_queries: ClassVar[Sequence[sa.Executable]] = (sql.LOCK_SESSION, sql.LOCK_USER)
 
-    def __init__(
-        self,
-        identity: Identity,
-        macs: ImportMacs,
-        state: bytes,
-        events: Sequence[SourceEvent],
-        times: tuple[int, int, int],
-        source: bytes,
-        *,
-        replace: bool,
-    ) -> None:
-        super().__init__(identity, macs, source, replace)
-        checked = [*times[:2], *(event.time for event in events)]
-        if max(map(abs, checked)) > _LATEST or not 0 <= times[2] <= NEVER:
+    state: bytes
+    events: Sequence[SourceEvent]
+    times: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        checked = [*self.times[:2], *(event.time for event in self.events)]
+        if max(map(abs, checked)) > _LATEST or not 0 <= self.times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
-        self._state = state
-        self._events = events
-        self._times = times
         # One request inserts the events of one group.
         self._groups = list(
-            grouped(events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
+            grouped(self.events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
         )
         self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
@@ -356,11 +347,11 @@ class ImportSession(_Import[ImportStatus]):
     ) -> tuple[NewSession, MigratedRow]:
         """Return a new session and its row of `secure_migrated`."""
         tag = self.identity.session_tag
-        self._links = links = [new_link() for _ in self._events]
-        row = SessionRow(new_row_id(), user_row, tag, len(links), NO_SNAPSHOT, *self._times, b"")
+        self._links = links = [new_link() for _ in self.events]
+        row = SessionRow(new_row_id(), user_row, tag, len(links), NO_SNAPSHOT, *self.times, b"")
         self._sent_results[row.id] = result
         head = links[-1] if links else NO_LINK
-        session = StoredSession(row, self.identity.session_id, self._state, head=head)
+        session = StoredSession(row, self.identity.session_id, self.state, head=head)
         migrated_row = self.macs.row(row.tag, row.id, row.revision, self.source)
         return NewSession.sealed(attempt, session), migrated_row
 
@@ -562,7 +553,7 @@ class Imports:
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
         source = macs.source(identity.session_tag, encode_text(source_etag))
-        operation = ImportSession(identity, macs, state, events, times, source, replace=replace)
+        operation = ImportSession(identity, macs, source, replace, state, events, times)
         return await self._runner.run(operation)
 
     async def import_state(
