@@ -550,7 +550,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     ) -> reads.PageOfSessions:
         if key is not None:
             check_ids(app_name)
-            return await self._index.find(app_name, key, _as_stored(value), options)
+            # As a session's state would contain the value after it was stored.
+            value = load_state(encode_state({"value": value}))["value"]
+            return await self._index.find(app_name, key, value, options)
         if options.updated is None or value is not None:
             raise ValueError(
                 "give a key, updated_after or updated_before; a value needs the key, too"
@@ -836,11 +838,6 @@ def _parse_marker(marker: str) -> SessionVersion:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.
         return _NO_SESSION
-
-
-def _as_stored(value: object) -> object:
-    """Return *value* as a session's state would contain it after it was stored."""
-    return load_state(encode_state({"value": value}))["value"]
 
 
 def _state(view: SessionView) -> dict[str, Any]:

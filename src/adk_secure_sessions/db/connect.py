@@ -51,7 +51,9 @@ def executors_for(
 
     *engine_kwargs* are for *db_url*.  *read_timeout* is how many seconds one query may take.
     """
-    check_read_timeout(read_timeout)
+    seconds: object = read_timeout
+    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+        raise ConfigurationError("read_timeout must be a positive number of seconds, or None")
     if (db_url is None) == (db_engine is None):
         raise ConfigurationError("give exactly one of db_url and db_engine")
     if key_db_url is not None and key_db_engine is not None:
@@ -69,11 +71,6 @@ def executors_for(
     return Executors(
         _executor(source, engine_kwargs, read_timeout), _executor(key_source, {}, read_timeout)
     )
-
-
-def check_read_timeout(seconds: object) -> None:
-    if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
-        raise ConfigurationError("read_timeout must be a positive number of seconds, or None")
 
 
 def _source(name: str, url: object | None, engine: object | None) -> Source:

@@ -240,7 +240,7 @@ class SqliteExecutor:
         self._engine.dispose()
         with _lock.lock:
             if all(thread.file is not self._file for thread in _file_threads):
-                self._file.forget()
+                self._file.known = None  # any file may be the first one of the next connection
 
     async def _submit(
         self,
@@ -397,10 +397,6 @@ class FileIdentity:
             "the SQLite file was deleted or replaced while it was open, and the call had no "
             "effect: put the file back, or restart the service to use the file that is there now"
         )
-
-    def forget(self) -> None:
-        """Accept any file at the next connection, which is then the first one."""
-        self.known = None
 
 
 # --- Jobs and threads ----------------------------------------------------------------------------

@@ -270,12 +270,10 @@ def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bo
     return True
 
 
-_canonical = partial(json.dumps, sort_keys=True, separators=(",", ":"))
-
-
 def canonical(value: Any) -> bytes:
     """Return *value* as JSON with sorted keys, in ASCII: the same values have the same JSON."""
-    data: bytes = _with_room(_canonical, value).encode("ascii")
+    dumps = partial(json.dumps, sort_keys=True, separators=(",", ":"))
+    data: bytes = _with_room(dumps, value).encode("ascii")
     return data
 
 

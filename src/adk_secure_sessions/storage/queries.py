@@ -248,6 +248,19 @@ def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
     )
 
 
+def _forms_of_users(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) -> QueryForms:
+    """Return the forms of the query for *members*, their app, and its users with *condition*."""
+    tags = sa.select(users.c.tag).where(condition)
+    owners = (
+        _THE_APP,
+        _USER_KIND.select(condition),
+        _select_witnesses(_app_tag),
+        _WITNESS_KIND.select(witnesses.c.tag.in_(tags)),
+    )
+    their_keys = _KEY_KIND.select(data_keys.c.owner.in_(tags))
+    return _forms(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
+
+
 def _listing_of_app() -> QueryForms:
     """Return the forms of the query for the sessions of all users of an app.
 
@@ -256,16 +269,9 @@ def _listing_of_app() -> QueryForms:
     """
     of_app = users.c.app_row == _APP_ID
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
-    members = [
-        _THE_APP,
-        _USER_KIND.select(of_app),
-        _select_witnesses(_app_tag),
-        _WITNESS_KIND.select(users.c.tag == witnesses.c.tag, of_app),
-        _select_listed(of_app, source=theirs),
-        _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_app).select_from(theirs),
-    ]
-    their_keys = _KEY_KIND.select(data_keys.c.owner == users.c.tag, of_app)
-    return _forms(*members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
+    listed = _select_listed(of_app, source=theirs)
+    states = _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_app)
+    return _forms_of_users(of_app, listed, states.select_from(theirs))
 
 
 FoundBy = Literal["session", "user", "expiry"]  # see `page_of_sessions`
@@ -330,16 +336,7 @@ def page_of_sessions(
         members.append(_SNAPSHOT_KIND.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
     if not of_app:
         return _forms(*_APP_AND_USER, *members)
-    owners = users.c.id.in_(sa.select(page.c.user_row))
-    of_owners = sa.select(users.c.tag).where(owners)
-    members += [
-        _THE_APP,
-        _USER_KIND.select(owners),
-        _select_witnesses(_app_tag),
-        _WITNESS_KIND.select(witnesses.c.tag.in_(of_owners)),
-    ]
-    their_keys = _KEY_KIND.select(data_keys.c.owner.in_(of_owners))
-    return _forms(*members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
+    return _forms_of_users(users.c.id.in_(sa.select(page.c.user_row)), *members)
 
 
 def _last_events() -> sa.Select[Any]:
