@@ -329,8 +329,7 @@ def _difference(content: SessionContent, stored: SessionContent | Unreadable | N
     if isinstance(stored, Unreadable):
         return stored.reason
     # PostgreSQL's JSONB returns large floats as integers.
-    fields = differences(content._replace(expires_at=None), stored, by_value=True)
-    return f"different: {', '.join(fields)}" if fields else None
+    return differences(content._replace(expires_at=None), stored, by_value=True) or None
 
 
 def json_of(event: SourceEvent) -> bytes:

@@ -1,9 +1,7 @@
 """Compare every session and state of a source with its copy in an encrypted database."""
 
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
@@ -34,8 +32,12 @@ from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEve
 
 _READS_AT_ONCE = 4  # the maximum number of sessions of the target that are read at the same time
 
-_MISSING = "it was not copied"
-_OLDER = "it has changed in the source since it was copied"
+_REASONS = {
+    ImportStatus.NEW: "it was not copied",
+    ImportStatus.OLDER: "it has changed in the source since it was copied",
+    ImportStatus.UNCHANGED: "it is different",
+    **CONFLICTS,
+}
 
 
 @dataclass
@@ -133,7 +135,7 @@ class ComparisonRun:
         async for changed in self.scan.changed_or_new():
             result.changed += 1
             tag = self.scan.tag(changed.ids, has_ids=changed.has_ids)
-            self._findings.add(tag, _OLDER, *changed.ids)
+            self._findings.add(tag, _REASONS[ImportStatus.OLDER], *changed.ids)
         async for ids, tag, copy in self.scan.copies_without_source():
             if isinstance(copy, Unreadable):
                 result.different += 1
@@ -162,17 +164,17 @@ class ComparisonRun:
                 return
             item, reason = again, await self._reason(again)
         self._result.sessions += 1
-        if isinstance(item.content, SessionContent):
-            self._result.events += len(item.content.events)
-        else:
+        if not isinstance(item.content, SessionContent):
             self._result.bad += 1
-        if not reason:
-            # A session that was deleted in the target has no copy that could be equal.
-            self._result.equal += item.status is not ImportStatus.DELETED
-        elif reason == _MISSING:
-            self._result.missing += 1
-        elif isinstance(item.content, SessionContent):
-            self._result.different += 1
+        else:
+            self._result.events += len(item.content.events)
+            if not reason:
+                # A session that was deleted in the target has no copy that could be equal.
+                self._result.equal += item.status is not ImportStatus.DELETED
+            elif item.status is ImportStatus.NEW:
+                self._result.missing += 1
+            else:
+                self._result.different += 1
         if reason:
             self._findings.add(item.tag, reason, *item.ids)
         await self._meter.advance()
@@ -182,23 +184,20 @@ class ComparisonRun:
         if isinstance(item.content, Unreadable):
             return item.content.reason
         assert item.content is not None
-        if item.status is ImportStatus.NEW:
-            return _MISSING
-        if item.status in CONFLICTS:
-            return CONFLICTS[item.status]
+        if item.status is ImportStatus.NEW or item.status in CONFLICTS:
+            return _REASONS[item.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
-        copy, problem = await _read(stored_content(self._db, *item.ids))
-        if problem:
-            return problem
+        try:
+            copy = await stored_content(self._db, *item.ids)
+        except ROW_ERRORS as error:
+            return undecryptable(error)
         if copy is None or item.status is ImportStatus.DELETED:
             return ""
         copied = item.copied_events if item.status is ImportStatus.CONTINUED else None
-        fields = differences(item.content, copy, copied=copied)
-        if not fields:
-            return ""
-        reason = f"different: {', '.join(fields)}"
-        return f"{_OLDER}; {reason}" if item.status is ImportStatus.OLDER else reason
+        different = differences(item.content, copy, copied=copied)
+        is_older = different and item.status is ImportStatus.OLDER
+        return f"{_REASONS[item.status]}; {different}" if is_older else different
 
     async def _compare_state(self, item: StateItem) -> None:
         self._result.states += 1
@@ -218,30 +217,15 @@ class ComparisonRun:
 
     async def _state_reason(self, item: StateItem, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""
-        stored, problem = await _read(stored_state(self._db, *item.ids))
-        if stored is None:
-            return problem
+        try:
+            stored = await stored_state(self._db, *item.ids)
+        except ROW_ERRORS as error:
+            return undecryptable(error)
         if item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED) or json_text.same_json(
             json_text.load_state(state), json_text.load_state(stored)
         ):
             return ""
-        return _STATE_REASONS[item.status]
-
-
-_STATE_REASONS = {
-    ImportStatus.NEW: "the state was not copied",
-    ImportStatus.UNCHANGED: "the state is different",
-    ImportStatus.OLDER: "the state has changed in the source since it was copied",
-    ImportStatus.CONFLICT: "the state has changed on both sides since it was copied",
-}
-
-
-async def _read(read: Awaitable[Any]) -> tuple[Any, str]:
-    """Return what the target has, or None and why it cannot be decrypted."""
-    try:
-        return await read, ""
-    except ROW_ERRORS as error:
-        return None, undecryptable(error)
+        return _REASONS[item.status]
 
 
 # --- fields --------------------------------------------------------------------------------------
@@ -253,8 +237,8 @@ def differences(
     *,
     copied: int | None = None,
     by_value: bool = False,
-) -> list[str]:
-    """Return the names of the fields in which a session and its copy differ.
+) -> str:
+    """Return the fields in which a session and its copy differ, as a reason; empty if in none.
 
     If services have continued the copy, only `created_at` and the first *copied* events are
     compared.  If *by_value* is True, `1` and `1.0` are the same.
@@ -283,7 +267,7 @@ def differences(
         else:
             continue
         break  # one missing event makes all later events differ
-    return fields
+    return f"different: {', '.join(fields)}" if fields else ""
 
 
 def _is_same_event(event: SourceEvent, other: SourceEvent, by_value: bool) -> bool:

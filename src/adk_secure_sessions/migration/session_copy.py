@@ -168,7 +168,8 @@ async def migrate(
     )
     try:
         await run.copy()
-        await run.count_changed()
+        async for _ in run.scan.changed_or_new():  # also finds the copies for `report_gone`
+            result.behind += 1
         await run.report_gone(delete=delete_gone)
     except Stop:
         result.stopped = True
@@ -311,14 +312,6 @@ class _MigrationRun:
         self.findings.add(item.tag, reason, *item.ids)
         if not self.skip_bad:
             raise Stop
-
-    async def count_changed(self) -> None:
-        """Count the sessions that were created or changed in the source since `copy` listed them.
-
-        This also finds the copies for `report_gone`.
-        """
-        async for _ in self.scan.changed_or_new():
-            self.result.behind += 1
 
     async def report_gone(self, *, delete: bool) -> None:
         """List the copied sessions that the source no longer has; with *delete*, delete them."""
