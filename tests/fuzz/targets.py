@@ -395,7 +395,7 @@ def json_line(data: bytes) -> None:
     stored, _ = accepted
     values = json_text.loads(data)
     source = SourceEvent(stored, 0)
-    content = SessionContent(values, (source, source), 0, 0, None)
+    content = SessionContent(data, (source, source), 0, 0, None)
     line = export._line(("a", "u", "s"), data, b"{}", content)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1

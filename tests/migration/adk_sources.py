@@ -223,7 +223,10 @@ async def states_of(
     apps: dict[str, Any] = {}
     users: dict[tuple[str, str], Any] = {}
     async for batch in source.states(selection):
-        for ids, state in batch.items():
+        for ids, encoded in batch.items():
+            state: Any = encoded
+            if not isinstance(encoded, Unreadable):
+                state = json_text.load_state(encoded)
             if len(ids) == 1:
                 assert ids[0] not in apps
                 apps[ids[0]] = state
@@ -265,7 +268,8 @@ async def assert_same_as_adk(service: BaseSessionService, source: Source) -> int
             assert shown(one) == shown(other)
         app, user = apps.get(key.app_name, {}), users.get((key.app_name, key.user_id), {})
         assert not isinstance(app, Unreadable)
-        assert repr(json_text.merge_scopes(app, user, content.state)) == repr(expected.state)
+        own = json_text.load_state(content.state)
+        assert repr(json_text.merge_scopes(app, user, own)) == repr(expected.state)
         assert content.updated_at == microseconds(expected.last_update_time)
         times = [microseconds(event.timestamp) for event in expected.events]
         assert [event.time for event in content.events] == times

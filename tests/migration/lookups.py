@@ -16,7 +16,7 @@ from google.adk.events import Event
 from google.genai import types
 
 from adk_secure_sessions.formats import events as stored_events
-from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject, encode_state
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     Selection,
@@ -60,7 +60,7 @@ class MemoryLookup(AdkTables):
             for n, text in enumerate(texts, 1)
         ]
         end = (START + len(texts)) * 1_000_000
-        content = SessionContent(dict(state), history, START * 1_000_000, end)
+        content = SessionContent(encode_state(state), history, START * 1_000_000, end)
         session = SourceSession(APP, user_id, session_id, etag)
         self.sessions_by_ids[user_id, session_id] = session, content
 
@@ -75,7 +75,7 @@ class MemoryLookup(AdkTables):
         if key in self.unreadable:
             return Unreadable("its state is not JSON")
         content = self.sessions_by_ids[key][1]
-        return content._replace(state=deepcopy(content.state), events=[])
+        return content._replace(events=[])
 
     def _content(self, key: tuple[str, str]) -> SessionContent | Unreadable:
         header = self._header(key)
@@ -112,8 +112,8 @@ class MemoryLookup(AdkTables):
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         await self._query("states")
-        yield {(APP, user_id): deepcopy(state) for user_id, state in self.users.items()}
-        yield {(APP,): deepcopy(self.app)}
+        yield {(APP, user_id): encode_state(state) for user_id, state in self.users.items()}
+        yield {(APP,): encode_state(self.app)}
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         await self._query("find")
@@ -130,9 +130,7 @@ class MemoryLookup(AdkTables):
             if app_name == APP and user_id in (None, key[0])
         }
 
-    async def state(
-        self, app_name: str, user_id: str | None = None
-    ) -> JsonObject | Unreadable | None:
+    async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
         await self._query("app_state" if user_id is None else "user_state")
         found = self.app if user_id is None else self.users.get(user_id)
-        return deepcopy(found) if app_name == APP else None
+        return encode_state(found) if app_name == APP and found is not None else None

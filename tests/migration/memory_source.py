@@ -9,6 +9,7 @@ command runs.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 from google.adk.events import Event
 from google.genai import types
@@ -23,6 +24,8 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     States,
     Unreadable,
+    encoded_state,
+    try_convert,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -71,8 +74,10 @@ class MemorySource(Source):
         made = [event(n) for n in range(events)] if isinstance(events, int) else events
         last = made[-1].time if made else START * 1_000_000
         updated = last if updated_at is None else updated_at
-        content = SessionContent(state or {}, made, START * 1_000_000, updated, expires_at)
-        self._set((app, user, session), content)
+        own: Any = try_convert(encoded_state, state or {})
+        if not isinstance(own, Unreadable):
+            own = SessionContent(own, made, START * 1_000_000, updated, expires_at)
+        self._set((app, user, session), own)
 
     def spoil(self, user: str, session: str, reason: str = "its state is not JSON") -> None:
         self._set((APP, user, session), Unreadable(reason))
@@ -124,5 +129,7 @@ class MemorySource(Source):
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for states in (self.users, {(app,): state for app, state in self.apps.items()}):
             yield {
-                ids: state for ids, state in states.items() if selection.app_name in (None, ids[0])
+                ids: state if isinstance(state, Unreadable) else try_convert(encoded_state, state)
+                for ids, state in states.items()
+                if selection.app_name in (None, ids[0])
             }

@@ -7,6 +7,7 @@ from typing import Any
 from google.adk.sessions import Session
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import Migration, Selection, Source, migrate
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
@@ -75,5 +76,8 @@ async def states(source: Source, selection: Selection = ALL) -> dict[object, Any
     """The states of apps by name, and of users by app name and user id."""
     found: dict[object, Any] = {}
     async for batch in source.states(selection):
-        found.update({ids[0] if len(ids) == 1 else ids: state for ids, state in batch.items()})
+        for ids, state in batch.items():
+            found[ids[0] if len(ids) == 1 else ids] = (
+                state if isinstance(state, Unreadable) else load_state(state)
+            )
     return found

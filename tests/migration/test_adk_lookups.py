@@ -90,8 +90,8 @@ async def test_states_are_found_by_their_ids(
     adk: DatabaseSessionService, source: AdkTables
 ) -> None:
     await add(adk, "ada", "visit")
-    assert await source.state(APP) == {"greeting": "hi"}
-    assert await source.state(APP, "ada") == {"name": "ada"}
+    assert await source.state(APP) == b'{"greeting":"hi"}'
+    assert await source.state(APP, "ada") == b'{"name":"ada"}'
     assert await source.state("other") is None
     assert await source.state(APP, "bob") is None
     assert await source.state("other", "ada") is None

@@ -16,6 +16,7 @@ from google.adk.sessions import DatabaseSessionService
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import ConfigurationError, DatabaseError
+from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.migration import Package1x, adk_sql, open_source
 from adk_secure_sessions.migration.adk_sql import TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
@@ -390,7 +391,8 @@ async def test_nan_and_infinity_are_read(adk: Adk, number: float) -> None:
     assert isinstance(content, SessionContent)
     (event,) = decoded(content)
     assert event.custom_metadata is not None
-    assert repr([event.custom_metadata["a"], content.state["n"]]) == repr([number, number])
+    state = load_state(content.state)
+    assert repr([event.custom_metadata["a"], state["n"]]) == repr([number, number])
 
 
 @pytest.mark.parametrize("kind", ["v1-sqlite"])
@@ -719,7 +721,7 @@ async def test_each_read_is_consistent_while_google_adk_writes(adk: Adk) -> None
             while not done:
                 for content in (await contents(source)).values():
                     assert isinstance(content, SessionContent)
-                    assert content.state.get("n", 0) == len(content.events)
+                    assert load_state(content.state).get("n", 0) == len(content.events)
                 reads += 1
                 await asyncio.sleep(0.001)
             assert await assert_same_as_adk(adk.service, source) == 36

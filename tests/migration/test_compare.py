@@ -319,5 +319,7 @@ def test_equal_values_are_the_same() -> None:
 
 def test_event_of_another_version_of_google_adk_with_the_same_fields_is_equal() -> None:
     one = event(0)
-    first, second = (SessionContent({}, [made], 0, 0) for made in (one, event_of_another_adk(one)))
+    first, second = (
+        SessionContent(b"{}", [made], 0, 0) for made in (one, event_of_another_adk(one))
+    )
     assert differences(first, second) == ""

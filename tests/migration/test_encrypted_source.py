@@ -15,6 +15,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.events import decode, encode_item
+from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource
@@ -45,7 +46,7 @@ async def check_equal(source: EncryptedSource, of: EncryptedSessionService) -> N
         session = await of.get_session(app_name=app_name, user_id=user_id, session_id=session_id)
         assert session is not None
         parts = {"app:": owners[app_name], "user:": owners[app_name, user_id]}
-        merged = dict(content.state)
+        merged = load_state(content.state)
         for prefix, part in parts.items():
             merged |= {prefix + key: value for key, value in part.items()}
         assert merged == session.state

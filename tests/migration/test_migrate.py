@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.maintenance import Database, purge, rotate_data, verify
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
@@ -87,7 +88,7 @@ async def test_sessions_and_states_are_copied_exactly(url: str) -> None:
             of_user = source.users.get((app, user), {})
             assert isinstance(of_user, dict)
             assert found.state == {
-                **content.state,
+                **load_state(content.state),
                 **{f"user:{key}": value for key, value in of_user.items()},
                 "app:motd": "hello",
             }

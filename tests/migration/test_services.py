@@ -15,6 +15,7 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     generate_key,
 )
+from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.service_source import ServiceSource
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
@@ -128,7 +129,7 @@ async def test_service_that_lists_users_one_by_one_is_read() -> None:
     assert list(found) == ["a", "b"]
     for user_id, content in found.items():
         assert isinstance(content, SessionContent)
-        assert content.state == {"k": user_id}
+        assert load_state(content.state) == {"k": user_id}
     assert await states_of(source) == (
         {"app": {"a": 1}},
         {("app", "a"): {"u": "a"}, ("app", "b"): {"u": "b"}},

@@ -19,17 +19,15 @@ from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import microseconds
-from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
-from adk_secure_sessions.migration.sources import ConversionError
+from adk_secure_sessions.migration.sources import LIMITS, ConversionError, encoded_state
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
 Row = Sequence[Any]
 
 INSTALLED = f"the installed google-adk {adk_version}"
-LIMITS = "see docs/limits.md, Sizes"
 # google-adk before 1.17 stored `temp:` keys in the state delta of events.  An event whose JSON
 # contains this text is not stored as it is: `source_event` removes these keys first.
 _TEMPORARY = b'"temp:'
@@ -78,17 +76,14 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
     return of_datetime(value) / 1_000_000
 
 
-def state_of(value: object, whose: str) -> JsonObject:
+def state_of(value: object) -> bytes:
+    """Return the JSON of a state as this package stores it."""
     try:
         state = json_text.loads(to_bytes(value))
     except (DecryptionError, ValueError):
-        problem = f"{whose} state is not a JSON object, or exceeds a limit: {LIMITS}"
+        problem = f"its state is not a JSON object, or exceeds a limit: {LIMITS}"
         raise ConversionError(problem) from None
-    try:
-        json_text.encode_state(state)
-    except ValueError:
-        raise ConversionError(f"{whose} state exceeds a limit: {LIMITS}") from None
-    return state
+    return encoded_state(state)
 
 
 def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:

@@ -18,13 +18,13 @@ from sqlalchemy.dialects.mysql import CHAR
 from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row
 from adk_secure_sessions.migration.pickled_actions import PickleReader, PickleReaderError
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
+    LIMITS,
     ConversionError,
     Selection,
     SessionContent,
@@ -37,7 +37,7 @@ LOOKUP_PAGE = 500  # the maximum number of sessions that `AdkQueries.lookup` ret
 STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` returns at once
 # PostgreSQL returns the compressed size of a value; the size is estimated as this multiple of it.
 _COMPRESSION = 3
-_UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {adk_rows.LIMITS}"
+_UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {LIMITS}"
 _SAMPLES = 50  # the number of states that `_first_and_last_states` reads at each end of a table
 _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
@@ -328,8 +328,8 @@ class AdkQueries:
             raise ConversionError(f"event {len(events) + 1} of {len(history)}: {reason}")
         return SessionContent(state, events, created_at, updated_at)
 
-    def convert_state(self, stored: object) -> JsonObject:
-        return adk_rows.state_of(stored, "its")
+    def convert_state(self, stored: object) -> bytes:
+        return adk_rows.state_of(stored)
 
     def convert_event(self, row: Row) -> SourceEvent:
         """Convert an event, or raise any kind of error; only ConversionError has a reason."""

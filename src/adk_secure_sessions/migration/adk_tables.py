@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import tzinfo
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import sqlalchemy as sa
 
@@ -21,7 +21,6 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor, retried
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
 from adk_secure_sessions.migration.adk_rows import Row, check_names, time_of
@@ -43,6 +42,7 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     States,
     Unreadable,
+    try_convert,
 )
 from adk_secure_sessions.storage.pages import grouped
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 # The maximum number of sessions in one batch of `AdkTables.sessions`, and of bytes in their rows; a
 # larger session is a batch alone.  In memory, a session is about twice as large as its rows.
@@ -174,10 +173,8 @@ class AdkTables(Source):
         async for rows in self._pages(partial(queries.lookup, key=key)):
             yield await asyncio.to_thread(_without_events, queries, rows)
 
-    async def state(
-        self, app_name: str, user_id: str | None = None
-    ) -> JsonObject | Unreadable | None:
-        """Return the state of a user, or of an app; None if the source has none."""
+    async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
+        """Return the state of a user, or of an app, as JSON; None if the source has none."""
         key = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
         queries = await self.queries()
@@ -246,17 +243,9 @@ def _without_events(
     return {session: try_convert(queries.content, session, row, []) for session, row in rows}
 
 
-def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> JsonObject:
+def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> bytes:
     check_names(*key)
     return queries.convert_state(stored)
-
-
-def try_convert(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Unreadable:
-    """Return what *convert* returns, or why the row cannot be read."""
-    try:
-        return convert(*args, **kwargs)
-    except ConversionError as error:
-        return Unreadable(str(error))
 
 
 def _read_only(db_url: str | sa.URL) -> sa.URL:

@@ -35,7 +35,7 @@ from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
 from adk_secure_sessions.migration.adk_sql import SESSIONS, TableKind, can_store, is_name, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.comparison import differences
+from adk_secure_sessions.migration.comparison import differences, is_same_state
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -114,7 +114,7 @@ class AdkTarget(ClosedByWith):
             "app_name": app_name,
             "user_id": user_id,
             "id": session_id,
-            "state": self._json(json_text.dump_state(content.state)),
+            "state": self._json(content.state),
             "create_time": self._session_moment("the time of creation", content.created_at),
             "update_time": self._session_moment("the time of the last update", content.updated_at),
         }
@@ -177,8 +177,7 @@ class AdkTarget(ClosedByWith):
             return MISSING
         if isinstance(found, Unreadable):
             return found.reason
-        is_same = json_text.same_json(found, json_text.load_state(state), numbers_may_differ=True)
-        return None if is_same else _STATE
+        return None if is_same_state(found, state, by_value=True) else _STATE
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         given = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))

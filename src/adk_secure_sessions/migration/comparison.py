@@ -221,11 +221,8 @@ class ComparisonRun:
             stored = await stored_state(self._db, *item.ids)
         except ROW_ERRORS as error:
             return undecryptable(error)
-        if item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED) or json_text.same_json(
-            json_text.load_state(state), json_text.load_state(stored)
-        ):
-            return ""
-        return _REASONS[item.status]
+        is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
+        return "" if is_later or is_same_state(state, stored) else _REASONS[item.status]
 
 
 # --- fields --------------------------------------------------------------------------------------
@@ -246,7 +243,7 @@ def differences(
     fields = []
     if copied is None:
         copied = len(copy.events)
-        if not json_text.same_json(content.state, copy.state, numbers_may_differ=by_value):
+        if not is_same_state(content.state, copy.state, by_value=by_value):
             fields.append("state")
         if content.updated_at != copy.updated_at:
             fields.append("updated_at")
@@ -268,6 +265,11 @@ def differences(
             continue
         break  # one missing event makes all later events differ
     return f"different: {', '.join(fields)}" if fields else ""
+
+
+def is_same_state(state: bytes, other: bytes, *, by_value: bool = False) -> bool:
+    values = map(json_text.load_state, (state, other))
+    return state == other or json_text.same_json(*values, numbers_may_differ=by_value)
 
 
 def _is_same_event(event: SourceEvent, other: SourceEvent, by_value: bool) -> bool:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats.json_text import JsonObject, load_state, read_event
+from adk_secure_sessions.formats.json_text import dump_state, load_state, read_event
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.counts import clamped_sum, number_of
@@ -115,7 +115,7 @@ class EncryptedSource(Source):
         """Yield the states; if an owner cannot be decrypted, its last id is the table and row."""
         for table in (users, apps):
             async for rows in scan_owners(self._db, table):
-                states: dict[Ids, JsonObject | Unreadable] = {}
+                states: dict[Ids, bytes | Unreadable] = {}
                 for row in rows:
                     try:
                         decrypted = await read_owner(self._db, table, row)
@@ -123,7 +123,8 @@ class EncryptedSource(Source):
                             app_name, owner, _ = decrypted
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
                             with locating_errors(table.name, row.id):
-                                states[ids] = load_state(owner.state)
+                                load_state(owner.state)
+                            states[ids] = owner.state
                     except ROW_ERRORS as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
@@ -202,7 +203,7 @@ async def stored_content(
     with locating_errors(snapshots.name, stored.row.id):
         snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
     with locating_errors(sessions.name, stored.row.id):
-        state = snapshot | load_state(stored.overlay)
+        state = dump_state(snapshot | load_state(stored.overlay))
     history = [SourceEvent(*pair) for pair in zip(loaded[1], operation.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)

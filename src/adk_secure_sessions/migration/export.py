@@ -19,7 +19,6 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource, reason_of, stored_state
 from adk_secure_sessions.migration.findings import Finding, Findings, Stop
-from adk_secure_sessions.migration.source_scan import encode_states
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -177,7 +176,7 @@ class _ExportRun:
     async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
         """Yield the states as JSON; with one user id, only the states of this user and its apps."""
         async for batch in self._source.states(self._selection):
-            for ids, state in encode_states(batch).items():
+            for ids, state in batch.items():
                 if isinstance(state, bytes):
                     if self._is_wanted(*ids):
                         yield ids, state
@@ -318,7 +317,7 @@ def _line(
     state, history = b"{}", b""
     if content is not None:
         times = map(_time_text, (content.created_at, content.updated_at, content.expires_at))
-        state = json_text.dump_state(content.state)
+        state = content.state
         history = b",".join(map(json_of, content.events))
     names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
     fields = dict(zip(("format", *names), (LINE_FORMAT, *(*ids, None)[:3], *times), strict=True))

@@ -32,7 +32,6 @@ from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.concurrency import ClosedByWith, in_groups
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.migration.adk_tables import AdkTables
@@ -396,10 +395,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # app or a user before the state was copied.  Then the encrypted state is used, and the state in
     # the source is neither used nor copied.
 
-    async def _states_of(self, app_name: str, owners: Iterable[Ids]) -> dict[Ids, JsonObject]:
+    async def _states_of(self, app_name: str, owners: Iterable[Ids]) -> dict[Ids, bytes]:
         """Return the states in the source: of several users, with few queries for the whole app."""
         wanted = set(owners)
-        states: dict[Ids, JsonObject | Unreadable | None] = {}
+        states: dict[Ids, bytes | Unreadable | None] = {}
         if len(wanted) > 2:
             async for batch in self._batches(self._source.states(Selection(app_name))):
                 states |= {ids: state for ids, state in batch.items() if ids in wanted}
@@ -423,7 +422,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         states = await self._states_of(app_name, missing)
 
         async def store(owner: Ids) -> ImportStatus:
-            return await self._imports.import_state(owner, json_text.encode_state(states[owner]))
+            return await self._imports.import_state(owner, states[owner])
 
         results = await in_groups(_AT_ONCE, store, states)
         if ImportStatus.SAME_ID in results and not self._has_warned:
@@ -447,7 +446,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         content = _readable(contents[session])
         result = await self._imports.import_session(
             *ids,
-            state=json_text.encode_state(content.state),
+            state=content.state,
             events=content.events,
             created_at=content.created_at,
             updated_at=content.updated_at,
@@ -468,12 +467,12 @@ def _session(
 
     It has no marker: `append_event` then compares the time of its last update.
     """
-    app, user = (json_text.load_state(state, "the owner's state") for state in (of_app, of_user))
+    app, user, own = map(json_text.load_state, (of_app, of_user, content.state))
     return Session(
         id=session.session_id,
         app_name=session.app_name,
         user_id=session.user_id,
-        state=json_text.merge_scopes(app, user, content.state),
+        state=json_text.merge_scopes(app, user, own),
         events=[],
         last_update_time=content.updated_at / 1_000_000,
     )

@@ -15,16 +15,17 @@ import sqlalchemy as sa
 from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.json_text import TEMP_PREFIX, JsonObject
+from adk_secure_sessions.formats.json_text import TEMP_PREFIX
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, TableKind, not_plaintext
-from adk_secure_sessions.migration.adk_tables import AdkTables, try_convert
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     SessionContent,
     SourceSession,
     Unreadable,
+    try_convert,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -130,19 +131,21 @@ class _Package1xQueries(AdkQueries):
         state = decrypted.state
         _, is_base64 = parse_envelope(row.state)
         if not is_base64:  # a release before 1.1
-            state = {key: state[key] for key in state if not key.startswith(TEMP_PREFIX)}
+            values = json_text.load_state(state)
+            kept = {key: values[key] for key in values if not key.startswith(TEMP_PREFIX)}
+            state = json_text.dump_state(kept)
         # The query sorts the rows by their column `timestamp`.  This column is not authenticated.
         # Some releases stored local time in the column, others UTC.  So sort the events by their
         # decrypted times.
         history_by_time = sorted(decrypted.events, key=lambda event: event.time)
         return decrypted._replace(state=state, events=history_by_time)
 
-    def convert_state(self, stored: object) -> JsonObject:
+    def convert_state(self, stored: object) -> bytes:
         try:
             plaintext = self._keys.decrypt(stored)
         except DecryptionError as error:
             raise ConversionError(f"its state: {error}") from None
-        return state_of(plaintext, "its")
+        return state_of(plaintext)
 
     def convert_event(self, row: Row) -> SourceEvent:
         event_id, invocation_id, timestamp, stored = row

@@ -13,9 +13,9 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import LIMITS, check_names, source_event
-from adk_secure_sessions.migration.adk_tables import try_convert
+from adk_secure_sessions.migration.adk_rows import check_names, source_event
 from adk_secure_sessions.migration.sources import (
+    LIMITS,
     ConversionError,
     Selection,
     SessionContent,
@@ -23,6 +23,8 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     States,
     Unreadable,
+    encoded_state,
+    try_convert,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -138,13 +140,14 @@ class ServiceSource(Source):
                 work = partial(self._user_state, app_name, by_user)
                 states = await in_groups(_AT_ONCE, work, batch)
                 yield {
-                    (app_name, user_id): try_convert(_state, state)
+                    (app_name, user_id): try_convert(encoded_state, state)
                     for user_id, state in zip(batch, states, strict=True)
                     if state is not None
                 }
             session = await self._newest(listed)
             if session is not None:
-                yield {(app_name,): try_convert(_state, json_text.split_scopes(session.state).app)}
+                of_app = json_text.split_scopes(session.state).app
+                yield {(app_name,): try_convert(encoded_state, of_app)}
 
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]
@@ -197,7 +200,7 @@ class ServiceSource(Source):
 
 def _content(key: SourceSession, session: Session) -> SessionContent:
     check_names(*key.ids)
-    state = _state(json_text.split_scopes(session.state).session)
+    state = encoded_state(json_text.split_scopes(session.state).session)
     converted: list[SourceEvent] = []
     for event in session.events:
         copied = event.model_copy(update={"actions": event.actions.model_copy()})
@@ -214,11 +217,3 @@ def _content(key: SourceSession, session: Session) -> SessionContent:
         raise ConversionError("its last_update_time is not a time") from None
     created_at = min(converted[0].time, updated_at) if converted else updated_at
     return SessionContent(state, converted, created_at, updated_at)
-
-
-def _state(state: JsonObject) -> JsonObject:
-    """Return a copy of *state* that consists of JSON values."""
-    try:
-        return json_text.load_state(json_text.encode_state(state))
-    except ValueError:  # the text of the error may contain keys
-        raise ConversionError(f"its state exceeds a limit: {LIMITS}") from None

@@ -9,17 +9,15 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import lifetime_of, time_now
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.comparison import differences
+from adk_secure_sessions.migration.comparison import differences, is_same_state
 from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
 from adk_secure_sessions.migration.findings import Finding, Findings, Stop
 from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
     GONE,
-    TOO_LARGE,
     SessionItem,
     SourceItem,
     SourceScan,
@@ -27,7 +25,6 @@ from adk_secure_sessions.migration.source_scan import (
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
-    ConversionError,
     Selection,
     SessionContent,
     Source,
@@ -216,17 +213,16 @@ class _MigrationRun:
     async def _copy_session(self, item: SessionItem) -> None:
         status, content = item.status, item.content
         if isinstance(content, SessionContent):
+            if content.expires_at is None and self.lifetime is not None:
+                content = content._replace(expires_at=content.updated_at + self.lifetime)
             await self.throttle.advance(len(content.events))
-            try:
-                status = await self._import(item, content)
-            except ConversionError as error:
-                content = Unreadable(str(error))
+            status = await self._import(item, content)
         if isinstance(content, Unreadable):
             self._report_bad(item, content.reason)
         elif content is not None and status.is_due:
             self.result.copied += 1
             self.result.events += len(content.events)
-            expires_at = self._expires_at(content)
+            expires_at = content.expires_at
             self.result.expired += expires_at is not None and expires_at <= time_now()
         elif not self._report_if_conflict(item, status):
             self.result.unchanged += 1
@@ -234,10 +230,6 @@ class _MigrationRun:
 
     async def _import(self, item: SessionItem, content: SessionContent) -> ImportStatus:
         assert item.session is not None
-        try:
-            state = json_text.encode_state(content.state)
-        except ValueError:
-            raise ConversionError(TOO_LARGE) from None
         is_older = item.status is ImportStatus.OLDER
         if is_older and self.is_erased and not await self._may_replace_copy(item, content):
             return ImportStatus.CONFLICT
@@ -245,19 +237,14 @@ class _MigrationRun:
             return item.status
         return await self.target.imports.import_session(
             *item.session.ids,
-            state=state,
+            state=content.state,
             events=content.events,
             created_at=content.created_at,
             updated_at=content.updated_at,
             source_etag=item.session.etag,
             replace=is_older,
-            expires_at=self._expires_at(content),
+            expires_at=content.expires_at,
         )
-
-    def _expires_at(self, content: SessionContent) -> int | None:
-        if content.expires_at is None and self.lifetime is not None:
-            return content.updated_at + self.lifetime
-        return content.expires_at
 
     def _report_if_conflict(self, item: SourceItem[Any], status: ImportStatus) -> bool:
         """Return whether *status* is a conflict; if it is, count and list *item*."""
@@ -299,7 +286,7 @@ class _MigrationRun:
         """Return what `import_state` would return: like it, compare states and not versions."""
         stored = await stored_state(self.target, *item.ids)
         if item.status is ImportStatus.NEW:
-            is_same = json_text.same_json(*map(json_text.load_state, (state, stored)))
+            is_same = is_same_state(state, stored)
             return ImportStatus.NEW if is_same or stored == b"{}" else ImportStatus.SAME_ID
         copy = (await self.target.imports.rows_for([item.ids]))[item.ids]
         if copy.row.is_tombstone or copy.stored is None:

@@ -4,14 +4,13 @@ import functools
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -34,7 +33,6 @@ from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sess
 C = TypeVar("C")
 T = TypeVar("T")
 
-TOO_LARGE = "its state exceeds a limit of this package (see limits.md)"
 CONFLICTS = {
     ImportStatus.CONFLICT: "both sides have changed or deleted it since it was copied",
     ImportStatus.SAME_ID: "the target has one with the same ids that was not copied",
@@ -125,7 +123,7 @@ class SourceScan:
         """Yield the states of users, and then those of apps, in batches."""
         async for batch in self.source.states(self.selection):
             self._app_names.update(ids[0] for ids in batch)
-            yield await self._state_items(encode_states(batch))
+            yield await self._state_items(batch)
 
     async def state_read_again(self, item: StateItem) -> StateItem:
         """Return *item* with its present status in the target."""
@@ -221,11 +219,10 @@ class SourceScan:
             items.append(SourceItem(session.ids, tag, status, None, session, number))
         return items
 
-    async def _state_items(self, encoded: Mapping[Ids, bytes | Unreadable]) -> list[StateItem]:
-        """Return the status of the state of each owner in *encoded*: the state in the source."""
-        copies = await self.target.imports.rows_for(encoded) if self.index else {}
+    async def _state_items(self, states: States) -> list[StateItem]:
+        copies = await self.target.imports.rows_for(states) if self.index else {}
         items: list[StateItem] = []
-        for ids, state in encoded.items():
+        for ids, state in states.items():
             status = ImportStatus.NEW
             if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
@@ -266,17 +263,6 @@ def _copies(of_app: bool) -> sa.Select[Any]:
 def undecryptable(error: Exception) -> str:
     """Return the reason of a finding; *error* is one of `ROW_ERRORS`."""
     return f"the target cannot decrypt it: {reason_of(error)}"
-
-
-def encode_states(batch: States) -> dict[Ids, bytes | Unreadable]:
-    """Return the states in *batch* as JSON, or why they cannot be stored."""
-    encoded: dict[Ids, bytes | Unreadable] = {}
-    for ids, state in batch.items():
-        try:
-            encoded[ids] = state if isinstance(state, Unreadable) else json_text.encode_state(state)
-        except ValueError:  # the message of this error names keys of the state
-            encoded[ids] = Unreadable(TOO_LARGE)
-    return encoded
 
 
 class DigestSet:

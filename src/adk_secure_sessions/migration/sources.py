@@ -1,14 +1,18 @@
 """The interface of a source: an object from which `migrate` reads sessions and states."""
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import ClosedByWith
-from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.json_text import JsonObject, encode_state
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
+LIMITS = "see docs/limits.md, Sizes"
 # The ids of an app, a user or a session: an app name; and a user id; and a session id.
 Ids = tuple[str, ...]
 
@@ -55,7 +59,7 @@ class SessionContent(NamedTuple):
     """The content of a session in a source; all times are microseconds since 1970, UTC.
 
     Attributes:
-        state: The session's own state, without the states of its app and its user.
+        state: The JSON of the session's own state, without the states of its app and its user.
         events: All events, in the order in which google-adk returns them.
         created_at: When the session was created.  If the source does not store this time: the time
             of the first event or of the last update, whichever is earlier.
@@ -63,7 +67,7 @@ class SessionContent(NamedTuple):
         expires_at: When the session expires; None if it does not.
     """
 
-    state: JsonObject
+    state: bytes
     events: Sequence[SourceEvent]
     created_at: int
     updated_at: int
@@ -87,7 +91,23 @@ class Unreadable(NamedTuple):
     has_ids: bool = True
 
 
-States = Mapping[Ids, JsonObject | Unreadable]
+# The states of users and apps as JSON.
+States = Mapping[Ids, bytes | Unreadable]
+
+
+def encoded_state(state: JsonObject) -> bytes:
+    try:
+        return encode_state(state)
+    except ValueError:  # its text names keys of the state
+        raise ConversionError(f"its state exceeds a limit: {LIMITS}") from None
+
+
+def try_convert(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Unreadable:
+    """Return what *convert* returns, or why the row cannot be read."""
+    try:
+        return convert(*args, **kwargs)
+    except ConversionError as error:
+        return Unreadable(str(error))
 
 
 @hides_locals
