@@ -27,7 +27,7 @@ from adk_secure_sessions import (
     audit_actor,
     generate_key,
 )
-from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
+from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import (
     Database,

@@ -18,7 +18,7 @@ from adk_secure_sessions import (
     EncryptedMemoryService,
     EncryptedSessionService,
 )
-from adk_secure_sessions.integrations.artifact_blobs import check_blobs
+from adk_secure_sessions.integrations.blob_maintenance import check_blobs
 from adk_secure_sessions.maintenance import Database, status, verify
 from examples.freeze_release import described
 from tests.pages import DOCS, ROOT

@@ -40,7 +40,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.integrations import wrapper
-from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
+from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.keys.remote import RemoteKey
 from adk_secure_sessions.maintenance import Database, rotate_data, verify

@@ -12,8 +12,8 @@ from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from adk_secure_sessions import maintenance, migration
-from adk_secure_sessions.integrations.artifact_blobs import BlobCheck, BlobPurge
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
+from adk_secure_sessions.integrations.blob_maintenance import BlobCheck, BlobPurge
 from adk_secure_sessions.maintenance.inspection import Location, RecordHeader
 from adk_secure_sessions.migration import Export
 from adk_secure_sessions.results import Result

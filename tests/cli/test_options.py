@@ -9,7 +9,7 @@ import pytest
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import rotate
 from adk_secure_sessions.cli.program import Common
-from adk_secure_sessions.integrations.artifact_blobs import purge_blobs
+from adk_secure_sessions.integrations.blob_maintenance import purge_blobs
 from adk_secure_sessions.migration import (
     compare,
     erase_source,

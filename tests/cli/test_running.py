@@ -21,8 +21,8 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
-from adk_secure_sessions.cli import commands, program, rotate
-from adk_secure_sessions.cli.result_lines import status_lines
+from adk_secure_sessions.cli import database_commands, program, rotate
+from adk_secure_sessions.cli.notes import status_lines
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
@@ -207,7 +207,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Said:
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        for module in (program, rotate, commands):
+        for module in (program, rotate, database_commands):
             patch.setattr(module, "progress", lambda *_: nullcontext(report))
         return run(*arguments)
 
@@ -300,7 +300,7 @@ async def stop_after_one_batch(url: str, rotate: Any) -> None:
         raise Stop
 
     async with Database(url, AesGcmBackend(OLD)) as db:
-        db.limits = StatementLimits(keys_per_page=1)
+        db.limits = StatementLimits(ids_per_statement=1)
         with pytest.raises(Stop):
             await rotate(db, progress=stop)
 

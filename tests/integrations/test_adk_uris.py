@@ -29,13 +29,13 @@ from adk_secure_sessions import (
     WrongKeyError,
     generate_key,
 )
-from adk_secure_sessions.cli.adk import _hide_ids_in_logs, _ignore_trace_variables
+from adk_secure_sessions.cli.adk_commands import _hide_ids_in_logs, _ignore_trace_variables
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.integrations.plaintext_guard import (
     guard_registry,
-    plaintext_stores,
+    plaintext_causes,
     without_evaluations,
 )
 from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES
@@ -294,18 +294,18 @@ DEBUG_PLUGIN = "google.adk.plugins.debug_logging_plugin.DebugLoggingPlugin"
         ({"in_memory": True}, {}),
     ],
 )  # fmt: skip
-def test_plaintext_stores_are_found_in_the_arguments(
+def test_causes_of_plaintext_are_found_in_the_arguments(
     arguments: dict[str, Any], found: dict[str, str]
 ) -> None:
-    assert plaintext_stores(arguments, {}) == found
+    assert plaintext_causes(arguments, {}) == found
 
 
 @pytest.mark.parametrize("signal", ["", "TRACES_", "METRICS_", "LOGS_"])
 def test_environment_variable_that_sends_traces_is_found(signal: str) -> None:
     name = f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT"
-    found = plaintext_stores(BOTH, {name: "http://user:secret@host:4318"})
+    found = plaintext_causes(BOTH, {name: "http://user:secret@host:4318"})
     assert found == {"traces": f"the environment variable {name}: unset it"}
-    assert plaintext_stores(BOTH, {name: ""}) == {}
+    assert plaintext_causes(BOTH, {name: ""}) == {}
 
 
 def test_env_file_of_an_agent_cannot_make_adk_send_traces(

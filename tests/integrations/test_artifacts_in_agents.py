@@ -19,8 +19,8 @@ from google.adk.tools.tool_context import ToolContext
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.integrations.artifact_blobs import check_blobs
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.integrations.blob_maintenance import check_blobs
 from adk_secure_sessions.maintenance import Database, verify
 
 # google-adk warns of its own experimental parts.

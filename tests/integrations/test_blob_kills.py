@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.integrations.artifact_blobs import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, verify
 from tests.integrations.blob_files import contents, make_older, marks

@@ -521,7 +521,7 @@ def test_doctor_says_what_each_service_would_store(
     given = [text for name, uri in options.items() for text in (f"--{name}_uri", uri)]
     said = run("adk", "doctor", str(agents), "--json", *given)
     assert_as_in_schema(said.json)
-    stores = [one["stores"] for one in said.json["services"]]
+    stores = [one["protection"] for one in said.json["services"]]
     assert " ".join(stores) == expected
     assert len(said.json["leaks"]) == stores.count("plaintext") + stores.count("unknown")
     assert {leak["name"] for leak in said.json["leaks"]} <= {"service-uris"}

@@ -19,7 +19,7 @@ from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, Audit, EncryptedArtifactService, SecureSessionError
 from adk_secure_sessions.errors import TamperedError, WrongKeyError
-from adk_secure_sessions.integrations import artifact_blobs, blob_rotation
+from adk_secure_sessions.integrations import blob_maintenance, blob_rotation
 from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
 from adk_secure_sessions.integrations.artifact_sources import FileArtifacts
 from adk_secure_sessions.maintenance import (
@@ -116,11 +116,11 @@ COMMANDS: dict[str, Command] = {
     "purge audit": Command(lambda db, directory: purge_audit(db, timedelta(days=2))),
     "verify --only trail": Command(_alone(verify_audit), only_reads=True),
     "purge blobs": Command(
-        lambda db, directory: artifact_blobs.purge_blobs(db, directory / "blobs"),
+        lambda db, directory: blob_maintenance.purge_blobs(db, directory / "blobs"),
         before=(lambda db, directory: erase_user(db, APP, "ada"),),
     ),
     "verify --store": Command(
-        lambda db, directory: artifact_blobs.check_blobs(db, directory / "blobs"), only_reads=True
+        lambda db, directory: blob_maintenance.check_blobs(db, directory / "blobs"), only_reads=True
     ),
     "check": Command(_alone(check), only_reads=True),
     "erase-user": Command(lambda db, directory: erase_user(db, APP, "ada")),

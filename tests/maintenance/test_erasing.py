@@ -195,7 +195,7 @@ async def test_user_with_more_sessions_than_one_statement_names_is_erased(
 ) -> None:
     await fill(url, sessions=5)
     async with Database(url, BACKEND) as db:
-        db.limits = StatementLimits(keys_per_page=2)
+        db.limits = StatementLimits(ids_per_statement=2)
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
     await assert_whole(url)

@@ -23,7 +23,7 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.storage import opening, schema
 from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
-from adk_secure_sessions.storage.survey import Survey, TableSet, check, take_survey
+from adk_secure_sessions.storage.survey import Survey, TableSet, require_usable, take_survey
 from tests.storage.support import ROOT, FakeExecutor, backends, one_database
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_database_is_accepted(name: str) -> None:
-    check(*ACCEPTED[name], create_tables=True)
+    require_usable(*ACCEPTED[name], create_tables=True)
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -139,7 +139,7 @@ def test_database_is_rejected(name: str, create_tables: bool) -> None:
     if not create_tables and "was removed" in because:
         because = "create_tables is False"
     with pytest.raises(ConfigurationError, match=because):
-        check(found, table_set, create_tables)
+        require_usable(found, table_set, create_tables)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_database_is_rejected(name: str, create_tables: bool) -> None:
     [(survey(), TableSet.ALL), (OURS, TableSet.ALL), (OF_DATA, TableSet.DATA)],
 )
 def test_database_with_all_its_tables_needs_none_made(found: Survey, table_set: TableSet) -> None:
-    check(found, table_set, create_tables=False)
+    require_usable(found, table_set, create_tables=False)
 
 
 # --- surveying -----------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ Most of these functions are in `maintenance` and `migration`.
 """
 
 from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
-    adk,
+    adk_commands,
     adk_doctor,
-    commands,
+    database_commands,
     export,
     migrate,
     migrate_artifacts,

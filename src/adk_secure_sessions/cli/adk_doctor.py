@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from adk_secure_sessions.cli.adk import URI_VARIABLE, adk, names_of
+from adk_secure_sessions.cli.adk_commands import URI_VARIABLE, adk, names_of
 from adk_secure_sessions.cli.output import counted, print_result, table
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
@@ -68,7 +68,7 @@ def doctor(
         places = [
             plaintext_places.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores
-            if store.stores in (PLAINTEXT, UNKNOWN)
+            if store.protection in (PLAINTEXT, UNKNOWN)
         ]
         on, notes = plaintext_places.in_environment(os.environ)
         places += [*on, *plaintext_places.in_files(agents_dir)]

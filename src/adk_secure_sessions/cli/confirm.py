@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adk_secure_sessions.cli.notes import utc_text
 from adk_secure_sessions.cli.options import Decorator
 from adk_secure_sessions.cli.output import counted, without_controls
 from adk_secure_sessions.cli.program import Failure
-from adk_secure_sessions.cli.result_lines import utc_text
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance.database import Description

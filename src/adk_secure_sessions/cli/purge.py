@@ -7,6 +7,7 @@ import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance
+from adk_secure_sessions.cli.notes import erasure_notes, utc_text
 from adk_secure_sessions.cli.options import (
     age_option,
     on_database,
@@ -18,7 +19,6 @@ from adk_secure_sessions.cli.options import (
 )
 from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import main, run, runner_for
-from adk_secure_sessions.cli.result_lines import erasure_notes, utc_text
 
 
 @main.group()
@@ -90,9 +90,9 @@ def purge_blobs(db: Database, **options: Any) -> None:
       adk-secure-sessions purge blobs --db sqlite:///sessions.db --key file:root.key \\
           --store ./artifacts --dry-run
     """
-    from adk_secure_sessions.integrations import artifact_blobs
+    from adk_secure_sessions.integrations import blob_maintenance
 
-    print_result(run(db, artifact_blobs.purge_blobs, **options))
+    print_result(run(db, blob_maintenance.purge_blobs, **options))
 
 
 @main.command("erase-user")

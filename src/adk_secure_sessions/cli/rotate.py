@@ -9,6 +9,13 @@ import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
+from adk_secure_sessions.cli.notes import (
+    key_move_notes,
+    resumed_line,
+    retirement_notes,
+    rotation_notes,
+    separation_notes,
+)
 from adk_secure_sessions.cli.options import (
     on_database,
     with_all,
@@ -18,13 +25,6 @@ from adk_secure_sessions.cli.options import (
 )
 from adk_secure_sessions.cli.output import print_lines, print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, run, runner_for
-from adk_secure_sessions.cli.result_lines import (
-    key_move_notes,
-    resumed_line,
-    retirement_notes,
-    rotation_notes,
-    separation_notes,
-)
 
 _with_rotation_options = with_all(
     click.option(

@@ -122,15 +122,15 @@ async def migrate_artifacts(
             "the artifacts of a service are not erased here, because versions that were saved "
             "meanwhile would be deleted, too: compare, and then delete them with the service"
         )
-    place = as_artifact_store(store)
+    store = as_artifact_store(store)
     if action != "copy":
-        place.prepare(create=False)
+        store.prepare(create=False)
     elif not dry_run:
-        place.prepare(create=True)
+        store.prepare(create=True)
         await init(db)
         await db.imports.feature.ensure()  # from now on, `erase-user` stores tombstones
     is_new, findings = await db.is_new() and action == "copy", Findings(with_ids=show_ids)
-    run = _ArtifactRun(db, Collections(db.runner), place, action, dry_run, findings, is_new)
+    run = _ArtifactRun(db, Collections(db.runner), store, action, dry_run, findings, is_new)
     some: list[SourceArtifact] = []
     total = 0
     async for one in source.artifacts():

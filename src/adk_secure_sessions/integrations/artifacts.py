@@ -168,8 +168,8 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
                 # the artifact, and saves this empty part instead.
-                tombstone = types.Blob(mime_type="application/octet-stream", data=b"")
-                return None if part == types.Part(inline_data=tombstone) else part
+                rewind_placeholder = types.Blob(mime_type="application/octet-stream", data=b"")
+                return None if part == types.Part(inline_data=rewind_placeholder) else part
             filename, session_id, version = target.filename, target.session_id, target.version
         raise InputValidationError(
             f"The artifact refers to another one through more than {_MAX_REFERENCES} references."

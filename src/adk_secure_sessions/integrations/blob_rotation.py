@@ -13,16 +13,16 @@ case, no row names the other blob, and `purge blobs` marks it.
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, TamperedError
-from adk_secure_sessions.integrations.artifact_blobs import (
-    artifacts_of,
-    blobs_of_database,
-    stored_wrongly,
-)
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
     reencrypted_item,
     version_count,
     versions_of,
+)
+from adk_secure_sessions.integrations.blob_maintenance import (
+    artifacts_of,
+    blobs_of_database,
+    storage_error,
 )
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
@@ -68,9 +68,9 @@ async def rotate_data_and_blobs(
         ArtifactStoreError: The store failed.  The next run continues.
         SecureSessionError: See `rotate_data`.
     """
-    place = as_artifact_store(store)
-    blobs = await blobs_of_database(db, place)
-    run = _BlobRotationRun(db, blobs, place, dry_run=dry_run)
+    store = as_artifact_store(store)
+    blobs = await blobs_of_database(db, store)
+    run = _BlobRotationRun(db, blobs, store, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
     return run.result
 
@@ -83,12 +83,12 @@ class _BlobRotationRun(DataRotationRun):
     """
 
     def __init__(
-        self, db: Database, store: BlobStore, place: ArtifactStore, *, dry_run: bool
+        self, db: Database, blobs: BlobStore, store: ArtifactStore, *, dry_run: bool
     ) -> None:
         super().__init__(db, dry_run=dry_run)
         self._collections = Collections(db.runner)
-        self._store = store  # for new blobs
-        self._place = place
+        self._blobs = blobs  # for new blobs
+        self._store = store
 
     async def _check_and_count_rows(self) -> int:
         return await super()._check_and_count_rows() + await count_items(self._db)
@@ -112,7 +112,7 @@ class _BlobRotationRun(DataRotationRun):
                 continue
             try:
                 if self._dry_run:
-                    if problem := await stored_wrongly(self._place, version.blob):
+                    if problem := await storage_error(self._store, version.blob):
                         raise problem
                 else:
                     new = await self._copied(version.blob)
@@ -123,8 +123,8 @@ class _BlobRotationRun(DataRotationRun):
                         return  # the artifact was deleted
                     collection = now
                     # Another database may use blobs under another prefix.
-                    if version.blob.prefix == self._store.prefix:
-                        await self._store.mark(version.blob.name)
+                    if version.blob.prefix == self._blobs.prefix:
+                        await self._blobs.mark(version.blob.name)
             except ROW_ERRORS as error:
                 row = f"{collection.version.session_row}, {version.item}"
                 if isinstance(error, DecryptionError) and error.table is None:
@@ -138,13 +138,13 @@ class _BlobRotationRun(DataRotationRun):
 
     async def _copied(self, old: Blob) -> Blob:
         """Copy the content of *old* to a new blob, and check that it decrypts."""
-        source = self._place.blobs(old.prefix)
-        new = await self._store.write(source.read(old))
+        source = self._store.blobs(old.prefix)
+        new = await self._blobs.write(source.read(old))
         try:
-            async for _ in self._store.read(new):
+            async for _ in self._blobs.read(new):
                 pass
         except TamperedError as error:
-            await self._store.delete(new.name)
+            await self._blobs.delete(new.name)
             raise ArtifactStoreError(
                 f"the artifact store: a new blob was not stored as it was sent: {error.detail}; "
                 "check the store, and who can write to it"

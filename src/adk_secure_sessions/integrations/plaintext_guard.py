@@ -1,6 +1,6 @@
 """Detect services and settings of google-adk that would store user content as plaintext.
 
-`plaintext_stores` checks options and the environment, `guard_registry` each service that google-adk
+`plaintext_causes` checks options and the environment, `guard_registry` each service that google-adk
 creates, and `without_evaluations` each request to its server.  `find_stores` is for `adk doctor`.
 """
 
@@ -55,10 +55,10 @@ def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
     return next((arguments[name] for name in URI_ARGUMENTS[kind] if arguments.get(name)), None)
 
 
-def plaintext_stores(
+def plaintext_causes(
     arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what a command with *arguments* would write as plaintext: `KINDS`, with the cause."""
+    """Return which of `PLAINTEXT_KINDS` a command would write as plaintext, each with the cause."""
     found: dict[str, str] = {}
     for name, kind in _WRITES_PLAINTEXT.items():
         if arguments.get(name):
@@ -95,7 +95,7 @@ def _scheme_of(uri: str, option: str) -> str:
 
 
 def refusal(found: Mapping[str, str]) -> str:
-    """Return the text of an error for *found*, elements of `KINDS` with the cause."""
+    """Return the text of an error for *found*, elements of `PLAINTEXT_KINDS` with the cause."""
     text = ", ".join(f"{kind} ({where})" for kind, where in found.items())
     uri = (
         "--service_uri (ADK_SECURE_SESSIONS_URI) encrypted+..., or memory:// to store nothing, or "
@@ -153,7 +153,7 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
 
     adk.register()  # as `adk-secure-sessions adk` does
     load_services_module(agents_dir)
-    found = plaintext_stores(arguments, {})
+    found = plaintext_causes(arguments, {})
     for kind in SERVICES:
         if kind in found:
             yield ServiceStore(kind, PLAINTEXT, found[kind])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class LeakSource(NamedTuple):
     """How to prevent google-adk from writing to a place, and what shows that it does."""
 
     remedy: str  # Markdown
@@ -27,31 +27,31 @@ class Leak(NamedTuple):
 
 
 class ServiceStore(NamedTuple):
-    """What a service would store, and where; `UNKNOWN` if it cannot be created."""
+    """Whether a service would encrypt, and where it stores; `UNKNOWN` if it cannot be created."""
 
     service: str
-    stores: str
+    protection: str
     where: str
 
 
 ENCRYPTED, PLAINTEXT, NOTHING, UNKNOWN = "encrypted", "plaintext", "nothing", "unknown"
 # What google-adk's commands may write as plaintext, if --allow-plaintext names it.
-KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "plugins", "traces")
+PLAINTEXT_KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "plugins", "traces")
 CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
 EXPORTER = "telemetry-exporter"
 _REMOVE = "Remove the plugin."
-PLACES: Mapping[str, Place] = {
-    "span-content": Place(f"`{CAPTURE_IN_SPANS}=false`"),
-    "genai-content": Place(
+PLACES: Mapping[str, LeakSource] = {
+    "span-content": LeakSource(f"`{CAPTURE_IN_SPANS}=false`"),
+    "genai-content": LeakSource(
         "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
         "`ADK_TELEMETRY_IGNORE_RUN_CONFIG=true`, so that google-adk ignores "
         "`capture_message_content` of a `RunConfig`.",
         ("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT",),
     ),
-    "mcp-bodies": Place(
+    "mcp-bodies": LeakSource(
         "Do not set `ADK_CAPTURE_MCP_HTTP_BODIES`.", ("ADK_CAPTURE_MCP_HTTP_BODIES",)
     ),
-    EXPORTER: Place(
+    EXPORTER: LeakSource(
         "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
         "`--otel_to_cloud` or `--trace_to_cloud`.",
         (
@@ -64,43 +64,43 @@ PLACES: Mapping[str, Place] = {
             "GOOGLE_CLOUD_AGENT_ENGINE_ENABLE_TELEMETRY",
         ),
     ),
-    "auto-tracing-plugin": Place(_REMOVE, plugin="AutoTracingPlugin"),
-    "saved-session": Place(
+    "auto-tracing-plugin": LeakSource(_REMOVE, plugin="AutoTracingPlugin"),
+    "saved-session": LeakSource(
         "Do not use `adk run --save_session`; delete the files.", files=("*.session.json",)
     ),
-    "local-services": Place(
+    "local-services": LeakSource(
         "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
         files=(".adk/session.db", ".adk/artifacts/**/*"),
     ),
-    "service-uris": Place(
+    "service-uris": LeakSource(
         "`adk-secure-sessions adk web --service_uri encrypted+...`, or the environment variable "
         "`ADK_SECURE_SESSIONS_URI`."
     ),
-    "eval-sets": Place(
+    "eval-sets": LeakSource(
         "Do not add sessions to evaluation sets, or use `InMemoryEvalSetsManager` in your own "
         "code; delete the files.",
         files=("*.evalset.json",),
     ),
-    "eval-results": Place(
+    "eval-results": LeakSource(
         "Evaluate with invented data only; delete the files.",
         files=(".adk/eval_history/*.json",),
     ),
-    "test-files": Place(
+    "test-files": LeakSource(
         "Do not save sessions as tests: run `adk api_server` instead of `adk web`; delete the "
         "files.",
         files=("tests/*.json",),
         contains=b'"events"',
     ),
-    "recordings": Place(
+    "recordings": LeakSource(
         "Do not load the plugin with `--extra_plugins`; delete the files.",
         plugin="RecordingsPlugin",
         files=("**/generated-recordings*.yaml",),
     ),
-    "debug-logging-plugin": Place(
+    "debug-logging-plugin": LeakSource(
         f"{_REMOVE} Delete the file.", plugin="DebugLoggingPlugin", files=("adk_debug.yaml",)
     ),
-    "logging-plugin": Place(_REMOVE, plugin="LoggingPlugin"),
-    "bigquery-plugin": Place(
+    "logging-plugin": LeakSource(_REMOVE, plugin="LoggingPlugin"),
+    "bigquery-plugin": LeakSource(
         _REMOVE,
         plugin="BigQueryAgentAnalyticsPlugin",
         files=("plugins.yaml",),

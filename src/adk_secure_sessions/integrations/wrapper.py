@@ -267,7 +267,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             owner = stored.user_id if user_id is None else user_id
             identity = await self._runner.identify(app_name, owner, stored.id)
             try:
-                work = partial(_Records.open_session, stored=stored, config=_NO_EVENTS)
+                work = partial(_SessionCipher.open_session, stored=stored, config=_NO_EVENTS)
                 listed.append(await self._read(identity, work))
             except DecryptionError as error:
                 if not self._skip:
@@ -379,7 +379,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         finally:
             await _call(self._inner, "close")
 
-    async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_Records":
+    async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_SessionCipher":
         """Return an object that encrypts with data keys that were just read.
 
         Another process may have erased cached ones.
@@ -388,9 +388,11 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         await self._feature.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
         staged = await self._runner.run(writes.EnsureOwners(identity))
-        return _Records(staged, True, keys.keyring.index_master, identity)
+        return _SessionCipher(staged, True, keys.keyring.index_master, identity)
 
-    async def _read(self, identity: Identity, work: Callable[["_Records"], Awaitable[T]]) -> T:
+    async def _read(
+        self, identity: Identity, work: Callable[["_SessionCipher"], Awaitable[T]]
+    ) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
         master = (await self._runner.keyring()).index_master
         # If the other service answers from memory and the keys are cached, nothing else lets other
@@ -398,7 +400,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         await asyncio.sleep(0)
 
         async def use(keys: StagedKeys, is_current: bool) -> T:
-            return await work(_Records(keys, is_current, master, identity))
+            return await work(_SessionCipher(keys, is_current, master, identity))
 
         return await self._runner.run(reads.UseKeys(identity, use))
 
@@ -432,7 +434,7 @@ class _StateScope(NamedTuple):
     parts: tuple[str, ...]
 
 
-class _Records:
+class _SessionCipher:
     """Encrypts and decrypts the records of one session.
 
     If *is_current* is True, all data keys were just read, so a missing data key does not exist.

@@ -22,7 +22,7 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.formats.times import of_datetime, time_now
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.maintenance.counts import count_rows, number_of
+from adk_secure_sessions.maintenance.counts import count_rows, select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted_detail
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -284,7 +284,7 @@ class _Trail:
 
         Neither is authenticated.
         """
-        query, size = (_CHAINS, _columns.chain), self._db.limits.keys_per_page
+        query, size = (_CHAINS, _columns.chain), self._db.limits.ids_per_statement
         async for page in pages(self._db.runner.read, *query, size, lambda *row: row, empty=b""):
             for chain, last in page:
                 yield chain, last
@@ -472,7 +472,7 @@ _IS_NUMBER = sa.and_(
 _RECORDS = sa.select(_columns.number, _columns.time, _RECORD_OR_NULL).where(
     _columns.chain == sa.bindparam("chain", type_=sa.LargeBinary), _IS_NUMBER
 )
-_WRONG_KEYS = number_of(audit_records, sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
+_WRONG_KEYS = select_count(audit_records, sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
 _IS_CHAIN = _columns.chain == sa.bindparam("at_chain", type_=sa.LargeBinary)
 _AT_NUMBER = sa.bindparam("at_number", type_=sa.BigInteger)
 _DELETE_LAST = sa.delete(audit_records).where(_IS_CHAIN, _columns.number == _AT_NUMBER)

@@ -20,7 +20,11 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.maintenance.row_scan import header_of, read_owner_with_tag, scan_data_keys
+from adk_secure_sessions.maintenance.row_scan import (
+    header_column,
+    read_owner_with_tag,
+    scan_data_keys,
+)
 from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -73,7 +77,7 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     """
     total = 0
     for table in tables:
-        query = _SUM_OF_REVISIONS if table is events else number_of(table)
+        query = _SUM_OF_REVISIONS if table is events else select_count(table)
         ((count,),) = await db.reader_of(table)(query, {})
         total += clamped_sum(count)
     return total
@@ -96,7 +100,7 @@ def clamped_sum(number: Any) -> int:
 async def count_records(
     db: Database, meter: Meter, since: int = 0, keyring: Keyring | None = None
 ) -> tuple[tuple[RecordCount, ...], int]:
-    """Count records by table and by the backend in the header, and spare data keys.
+    """Return the numbers of records by table and backend, and the number of spare data keys.
 
     A data key counts as newest only if it is its owner's current one (see `current_keys`), was
     created at *since* or later, and can be unwrapped by *keyring*, if that is given.
@@ -109,7 +113,7 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for span in spans(db.runner.read, walked, db.limits.keys_per_page):
+        async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
             groups = await span.read(db.runner.read, query, key)
             current, more = await current_keys(db, {owner for owner, *_ in groups})
             newer_keys |= more
@@ -216,7 +220,7 @@ async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[
 _SUM_OF_REVISIONS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
 
 
-def number_of(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+def select_count(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(sa.func.count()).select_from(source).where(*where)
 
 
@@ -235,10 +239,10 @@ def _count_by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
         elif source is not sessions:
             source = source.outerjoin(sessions, sessions.c.id == source.c.session_row)
         source = source.outerjoin(users, users.c.id == sessions.c.user_row)
-    header = header_of(column.value)
+    header = header_column(column.value)
     return sa.select(owner, header, sa.func.count()).select_from(source).group_by(owner, header)
 
 
 # For each table, the column by which it is read in spans, and the query that counts its rows.
 _COUNT_QUERIES = tuple((column.key[0], _count_by_owner(column)) for column in SEALED)
-_HEADERS = {table: sa.select(table.c.tag, header_of(table.c.state)) for table in (apps, users)}
+_HEADERS = {table: sa.select(table.c.tag, header_column(table.c.state)) for table in (apps, users)}

@@ -31,7 +31,7 @@ from adk_secure_sessions.maintenance.rotation import RotationRun, require_same
 from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
     app_name_of,
-    header_of,
+    header_column,
     scan_owners,
     scan_sessions_of_user,
 )
@@ -453,7 +453,7 @@ def _primary_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[An
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
             *Span(0, 0).conditions(sessions.c.id),
-            header_of(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
+            header_column(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
         )
     )
 
@@ -473,6 +473,7 @@ def _replace_if_unchanged(column: SealedColumn[Any]) -> sa.Update:
     ]
     if column.version is not None:
         conditions.append(column.version == sa.bindparam("at_version"))
-    conditions.append(header_of(column.value) == sa.bindparam("at_header", type_=sa.LargeBinary))
+    at_header = sa.bindparam("at_header", type_=sa.LargeBinary)
+    conditions.append(header_column(column.value) == at_header)
     new = sa.bindparam("new", type_=column.value.type)
     return sa.update(column.table).where(*conditions).values({column.value: new})

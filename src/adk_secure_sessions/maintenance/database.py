@@ -47,7 +47,7 @@ class StatementLimits(NamedTuple):
 
     rows: int = 100  # rows of apps, users or sessions, with their states
     # Rows of which only primary keys and record headers are read, or listed ids.
-    keys_per_page: int = 500
+    ids_per_statement: int = 500
     # Seconds to wait for a lock.  Statements of services may queue behind the waiting statement,
     # and then wait as long.
     lock_wait: int = 5

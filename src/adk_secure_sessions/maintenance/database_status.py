@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance.counts import (
     count_data_keys,
     count_records,
     count_rows,
-    number_of,
+    select_count,
 )
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -199,9 +199,9 @@ async def status(
 _NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")  # the row id in a tombstone
 # `secure_migrated` also has rows for copied users and apps.  `_COPIED` counts only sessions.
 _IS_OWNER = sa.or_(*(migrated.c.tag.in_(sa.select(table.c.tag)) for table in (users, apps)))
-_COPIED = number_of(migrated, migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
-_TOMBSTONES = number_of(migrated, migrated.c.row_id == _NO_ROW)
-_INDEXED = number_of(indexed, indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
+_COPIED = select_count(migrated, migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
+_TOMBSTONES = select_count(migrated, migrated.c.row_id == _NO_ROW)
+_INDEXED = select_count(indexed, indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
 _TRAIL = sa.select(
     sa.func.count(),
     sa.func.count(audit_records.c.chain.distinct()),

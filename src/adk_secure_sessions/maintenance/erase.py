@@ -12,11 +12,11 @@ from adk_secure_sessions.audit import add_facts, command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import build_header
-from adk_secure_sessions.maintenance.counts import number_of
+from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.deleted_bytes import clear_deleted_bytes
-from adk_secure_sessions.maintenance.inspection import rows_with_tag
-from adk_secure_sessions.maintenance.row_scan import header_of
+from adk_secure_sessions.maintenance.inspection import select_id_by_tag
+from adk_secure_sessions.maintenance.row_scan import header_column
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.features.index_rows import row_of_user
@@ -127,14 +127,14 @@ async def erase_user(
     ids = await db.runner.identify(app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
-    has_app = bool(await db.runner.read(rows_with_tag(apps), {"tag": ids.app_tag}))
+    has_app = bool(await db.runner.read(select_id_by_tag(apps), {"tag": ids.app_tag}))
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
     was_migrated = await db.runner.run_on_data(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.tombstone(app_name, user_id)
     new_deletion = partial(
-        _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.keys_per_page
+        _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.ids_per_statement
     )
     executors = db.runner.executors
     deleted: Counter[str] = Counter()
@@ -267,7 +267,7 @@ class _Deletion:
 
         Otherwise, the transaction would find no data key: they are in the other database.
         """
-        if self.connection.scalar(number_of(keyring, keyring.c.id >= 0)) == 0:
+        if self.connection.scalar(select_count(keyring, keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
                 "the keys of this database were moved: open the database with its present key "
                 "database, or without one; nothing was deleted"
@@ -310,7 +310,7 @@ class _Deletion:
         scalars = self.connection.scalars
         row_ids = set(scalars(query.where(users.c.tag == self.tag))) or self._users
         if not row_ids and self.headers:
-            row_ids = set(scalars(query.where(header_of(users.c.state).in_(self.headers))))
+            row_ids = set(scalars(query.where(header_column(users.c.state).in_(self.headers))))
         return row_ids
 
     def _locked_sessions(self) -> list[tuple[int, bytes]]:
@@ -323,7 +323,7 @@ class _Deletion:
         if self._users:
             of_user = c.user_row.in_(self._users)
         elif self.headers:
-            of_user = header_of(c.state).in_(self.headers)
+            of_user = header_column(c.state).in_(self.headers)
         else:
             return []
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
@@ -344,7 +344,7 @@ class _Deletion:
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""
         if self.dry_run:
-            query = number_of(table, which)
+            query = select_count(table, which)
             self.counts[table.name] += self.connection.scalar(query) or 0
         else:
             deleted = self.connection.execute(sa.delete(table).where(which))

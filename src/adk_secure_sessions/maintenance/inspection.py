@@ -9,7 +9,7 @@ from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.row_scan import header_of
+from adk_secure_sessions.maintenance.row_scan import header_column
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -101,7 +101,7 @@ async def lookup(
             wanted.append(("collection", sessions, tag))
     locations = []
     for kind, table, tag in wanted:
-        ids = [row_id for (row_id,) in await db.runner.read(rows_with_tag(table), {"tag": tag})]
+        ids = [row_id for (row_id,) in await db.runner.read(select_id_by_tag(table), {"tag": tag})]
         locations.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
     return tuple(locations)
 
@@ -157,7 +157,7 @@ def _key(table: str, row: str | int) -> int | bytes:
 
 
 @functools.cache
-def rows_with_tag(table: sa.Table) -> sa.Select[Any]:
+def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
     return sa.select(table.c.id).where(table.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
@@ -166,7 +166,7 @@ def _headers(column: sa.Column[Any], of_one_row: bool) -> sa.Select[Any]:
     table = column.table
     key = list(table.primary_key.columns)
     more = {keyring: keyring.c.root_key_id, sessions: IS_COLLECTION}.get(table, key[0])
-    query = sa.select(sa.func.length(column), header_of(column), more, *key).order_by(*key)
+    query = sa.select(sa.func.length(column), header_column(column), more, *key).order_by(*key)
     if of_one_row:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
     return first_rows(query, sa.bindparam("limit", type_=sa.BigInteger))

@@ -45,8 +45,8 @@ from adk_secure_sessions.storage.survey import (
     FeatureName,
     Survey,
     TableSet,
-    check,
-    check_together,
+    require_same_database,
+    require_usable,
     survey_database,
     take_survey,
 )
@@ -127,7 +127,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     return moved
 
 
-class _Place(NamedTuple):
+class _Side(NamedTuple):
     name: KeyPlace
     executor: Executor
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
@@ -141,8 +141,8 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run = secrets.token_hex(16)
-        self._data = _Place("db", db.runner.executors.data, db.runner.read, db.runner.run_on_data)
-        self._keys = _Place(
+        self._data = _Side("db", db.runner.executors.data, db.runner.read, db.runner.run_on_data)
+        self._keys = _Side(
             "key-db", db.runner.executors.key_tables, db.runner.read_keys, db.runner.run_on_keys
         )
         into = to == "key-db"
@@ -186,15 +186,15 @@ class _Move:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
         self.has_audit_table = audit_records.name in data.feature_tables
         is_in_keys = data.table_set is TableSet.DATA
-        check(data, TableSet.DATA if is_in_keys else TableSet.ALL, create_tables=True)
+        require_usable(data, TableSet.DATA if is_in_keys else TableSet.ALL, create_tables=True)
         if data.database_id is None:
             raise ConfigurationError(
                 "this database holds no encrypted sessions yet: to create it with a key database, "
                 "use `adk-secure-sessions init`"
             )
-        check(keys, TableSet.KEYS, create_tables=True)
+        require_usable(keys, TableSet.KEYS, create_tables=True)
         if is_in_keys:
-            check_together(data, keys)
+            require_same_database(data, keys)
         elif keys.database_id not in (None, data.database_id):
             raise ConfigurationError(
                 "the key database belongs to another database: give an empty key database"
@@ -383,14 +383,14 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
     return row._replace(id=~row.id) if row.id < 0 else row
 
 
-async def _fingerprint(place: _Place) -> tuple[int, int, str]:
+async def _fingerprint(side: _Side) -> tuple[int, int, str]:
     """Return the numbers of master keys and data keys, and a hash of all rows, as if unparked."""
     digest, masters, number = hashlib.sha256(), [], 0
-    async for rows in pages(place.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
+    async for rows in pages(side.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
         masters += [_unparked(row) for row in rows]
     for master in sorted(masters):
         digest.update(repr(tuple(master)).encode())
-    async for keys in pages(place.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
+    async for keys in pages(side.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
         for row in keys:
             numbers = (row.id, row.generation, row.backend_id, row.created_at)
             are_sound = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)

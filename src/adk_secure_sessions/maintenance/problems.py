@@ -136,7 +136,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
-            async for span in spans(db.runner.read, walked, db.limits.keys_per_page):
+            async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
                 for row, number in await span.read(db.runner.read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
                     yield key.table.name, name, number
@@ -166,7 +166,7 @@ def _counting(
     return key, sa.select(key, sa.func.count()).where(*where).group_by(key)
 
 
-def orphaned_in_index(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
+def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
     """Return the SQL conditions for rows of the index whose session or user does not exist.
 
     If *app_tag* is given, only sessions and users of this app count.  A collection never counts.
@@ -194,5 +194,5 @@ _ORPHAN_QUERIES = (
     _orphan_query(snapshots.c.session_row, snapshots.c.session_row, sessions.c.id),
     _orphan_query(events.c.session_row, events.c.session_row, sessions.c.id),
     _orphan_query(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
-    _counting(indexed.c.row_id, *orphaned_in_index()),
+    _counting(indexed.c.row_id, *index_orphan_conditions()),
 )

@@ -16,12 +16,12 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reas
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.counts import can_unwrap, number_of, split_at_current
+from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
-    header_of,
+    header_column,
     read_owner_with_tag,
     scan_data_keys,
     scan_sessions,
@@ -136,11 +136,11 @@ async def retire(
     meter = Meter(progress, int(total), None)
     kept: CappedList[KeptKey] = CappedList()
     deleted = spare = 0
-    owner_tag, size = data_keys.c.owner, db.limits.keys_per_page
+    owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
     async for owners in pages(db.runner.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run, throttle)
-            deleted += len(keys.unused)
+            deleted += len(keys.deletable)
             spare += keys.spare
             kept.extend(keys.kept)
             await meter.advance()
@@ -150,7 +150,7 @@ async def retire(
     work = partial(_retire_masters, dry_run, known, wrapped)
     of_masters = await db.runner.run_on_keys(work, commit=not dry_run)
     kept.extend(of_masters.kept)
-    ids = tuple(row.id for row in of_masters.unused)
+    ids = tuple(row.id for row in of_masters.deletable)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
 
 
@@ -183,7 +183,7 @@ class _KeyDecision(NamedTuple, Generic[K]):
     """Replaced keys: those that are kept, those that no row uses, and the number of spare keys."""
 
     kept: list[KeptKey]
-    unused: list[K]
+    deletable: list[K]
     spare: int = 0
 
 
@@ -204,16 +204,16 @@ async def _retire_data_keys(
         return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
-    in_one_database = db.runner.executors.key_tables is db.runner.executors.data
-    work = partial(_find_unused, owner_tag, rows, *decrypted, in_one_database, dry_run)
+    has_key_database = db.runner.executors.has_key_database
+    work = partial(_find_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
     keys = await db.runner.run_on_data(work, commit=not dry_run)
-    if keys.unused and not in_one_database and not dry_run:
+    if keys.deletable and has_key_database and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.run_on_keys(partial(_delete, keys.unused))
+        await db.runner.run_on_keys(partial(_delete, keys.deletable))
     return keys
 
 
@@ -251,7 +251,7 @@ def _find_unused(
     rows: list[DataKeyRow],
     named: tuple[int, ...],
     decrypted: reads.HeaderCounts,
-    in_one_database: bool,
+    has_key_database: bool,
     dry_run: bool,
     connection: sa.Connection,
 ) -> _KeyDecision[DataKeyRow]:
@@ -265,7 +265,7 @@ def _find_unused(
     queries = (sa.select(table.c.id).where(table.c.tag == owner_tag) for table in (apps, users))
     app, user = (next((row.id for row in locked(query)), None) for query in queries)
     is_unchanged = not (app is None and user is None)
-    if in_one_database:
+    if not has_key_database:
         # This lock waits for services that have locked a key because they write with it.
         query = DATA_KEYS.where(data_keys.c.owner == owner_tag)
         stored = {DataKeyRow(*row) for row in locked(query)}
@@ -274,8 +274,8 @@ def _find_unused(
         rows = [row for row in rows if row in stored]
     headers = decrypted | _count_headers(owner_tag, user, connection) if is_unchanged else None
     keys = _select_unused(rows, named, headers)
-    if keys.unused and in_one_database and not dry_run:
-        _delete(keys.unused, connection)
+    if keys.deletable and not has_key_database and not dry_run:
+        _delete(keys.deletable, connection)
     return keys
 
 
@@ -345,10 +345,10 @@ def _count_headers(
         ]
     counts: reads.HeaderCounts = Counter()
     for column, where in columns:
-        header_column = header_of(column)
-        query = sa.select(header_column, sa.func.count()).where(where).group_by(header_column)
-        for header, number in connection.execute(query):
-            counts[column.table.name, header] += number
+        header = header_column(column)
+        query = sa.select(header, sa.func.count()).where(where).group_by(header)
+        for start, number in connection.execute(query):
+            counts[column.table.name, start] += number
     return counts
 
 
@@ -389,9 +389,9 @@ def _retire_masters(
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     if wrapped is None or not stored <= set(known.values()):
         return _KeyDecision([KeptKey(keyring_table.name, row.id, ()) for row in older], [])
-    header = header_of(data_keys.c.wrapped)
+    header = header_column(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
-    counts = {header: int(number) for header, number in connection.execute(by_header)}
+    counts = {start: int(number) for start, number in connection.execute(by_header)}
     expected = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
     unknown = sum(number for header, number in counts.items() if header not in expected)
     kept, unused = [], []
@@ -422,4 +422,4 @@ _OWNERS = (
     .group_by(data_keys.c.owner)
     .having(sa.func.count() > sa.literal_column("1"))
 )
-_NUMBER_OF_OWNERS = number_of(_OWNERS.subquery())
+_NUMBER_OF_OWNERS = select_count(_OWNERS.subquery())

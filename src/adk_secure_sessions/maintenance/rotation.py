@@ -203,7 +203,7 @@ async def later_than_all_keys(db: Database) -> int:
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
-    size = db.limits.keys_per_page
+    size = db.limits.ids_per_statement
     walk = pages(db.runner.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for page in walk:
         for key in page:

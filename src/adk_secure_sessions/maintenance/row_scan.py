@@ -86,7 +86,7 @@ def app_name_of(stored: object) -> str:
 
 def scan_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
     return pages(
-        db.runner.read_keys, DATA_KEYS, data_keys.c.id, db.limits.keys_per_page, DataKeyRow
+        db.runner.read_keys, DATA_KEYS, data_keys.c.id, db.limits.ids_per_statement, DataKeyRow
     )
 
 
@@ -204,7 +204,7 @@ SESSION_ROWS = sa.select(*sessions.c)
 _OF_USER = SESSION_ROWS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 
-def header_of(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+def header_column(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
     # would have different parameters, and PostgreSQL would treat the expressions as different.
     one: sa.ColumnElement[int] = sa.literal_column("1")

@@ -18,7 +18,7 @@ from adk_secure_sessions.maintenance.problems import (
     ROW_ERRORS,
     Problem,
     Problems,
-    orphaned_in_index,
+    index_orphan_conditions,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
@@ -109,7 +109,7 @@ async def fill_index(
     await run.fill(sessions, scan_sessions(db))
     result = run.result
     app_tag = (await db.runner.identify(app_name)).app_tag
-    result.removed = await _delete(db, tags, *orphaned_in_index(app_tag))
+    result.removed = await _delete(db, tags, *index_orphan_conditions(app_tag))
     result.problems = tuple(run.problems.items)
     result.complete = skip_unreadable or not run.problems.count
     if result.complete:
@@ -202,7 +202,7 @@ async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[
     """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
     deleted = 0
     query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)
-    async for span in spans(db.runner.read, indexed.c.row_id, db.limits.keys_per_page):
+    async for span in spans(db.runner.read, indexed.c.row_id, db.limits.ids_per_statement):
         within = query.where(*span.conditions(indexed.c.row_id))
         deleted += await db.runner.run_on_data(partial(_rows_changed, within, span.parameters))
     return deleted

@@ -25,7 +25,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
     rewrap_master_key,
 )
-from adk_secure_sessions.maintenance.counts import count_records, number_of
+from adk_secure_sessions.maintenance.counts import count_records, select_count
 from adk_secure_sessions.maintenance.data_rotation import rotate_data
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.master_rotation import rotate_master
@@ -41,7 +41,12 @@ from adk_secure_sessions.storage.feature_list import (
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
-from adk_secure_sessions.storage.survey import FeatureName, TableSet, check, survey_database
+from adk_secure_sessions.storage.survey import (
+    FeatureName,
+    TableSet,
+    require_usable,
+    survey_database,
+)
 
 _CHANGED = (
     "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "
@@ -149,7 +154,7 @@ async def _replace_keys(
     return not is_left or (await rotate_data(db, **options)).succeeded
 
 
-_NUMBER_OF_OLD_DATA_KEYS = number_of(
+_NUMBER_OF_OLD_DATA_KEYS = select_count(
     data_keys, data_keys.c.created_at < sa.bindparam("since", type_=sa.BigInteger)
 )
 
@@ -191,7 +196,7 @@ async def _finish_ids(db: Database) -> None:
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
-    check(survey, TableSet.KEYS, create_tables=False)
+    require_usable(survey, TableSet.KEYS, create_tables=False)
     writer, roots = db.runner.backends.writer.root_key.key_id, db.runner.backends.roots
     keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.existing_id)
     check_features(survey, keyring)

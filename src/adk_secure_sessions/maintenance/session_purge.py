@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.times import time_now
-from adk_secure_sessions.maintenance.counts import number_of
+from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -124,4 +124,4 @@ _IS_DUE = (
     sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW),
 )
 _DUE_SESSIONS = SESSION_ROWS.where(*_IS_DUE)
-_NUMBER_OF_DUE = number_of(sessions, *_IS_DUE)
+_NUMBER_OF_DUE = select_count(sessions, *_IS_DUE)

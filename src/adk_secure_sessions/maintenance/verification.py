@@ -235,7 +235,7 @@ class _Verifier:
 
     async def check_imports(self) -> None:
         macs = ImportMacs(await self._db.keyring())
-        size = self._db.limits.keys_per_page
+        size = self._db.limits.ids_per_statement
         query, key = _IMPORTED, migrated.c.tag
         async for rows in pages(self._db.runner.read, query, key, size, lambda *row: row):
             for *columns, version in rows:

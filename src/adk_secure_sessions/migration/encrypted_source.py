@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.json_text import dump_state, load_state, read_event
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.maintenance.counts import clamped_sum, number_of
+from adk_secure_sessions.maintenance.counts import clamped_sum, select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.row_scan import (
@@ -230,7 +230,7 @@ _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
 _SIZES_OF_SNAPSHOTS = sa.select(snapshots.c.session_row, sa.func.length(snapshots.c.state))
-_COUNT = number_of(
+_COUNT = select_count(
     sessions,
     ~IS_COLLECTION,
     sessions.c.expires_at > sa.bindparam("now"),

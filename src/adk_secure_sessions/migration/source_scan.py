@@ -185,7 +185,7 @@ class SourceScan:
         query, key, size = (
             _copies(app_name is not None),
             migrated.c.tag,
-            target.limits.keys_per_page,
+            target.limits.ids_per_statement,
         )
         async for rows in pages(
             target.runner.read, query, key, size, lambda *row: row, **parameters

@@ -135,7 +135,7 @@ class Survey(NamedTuple):
     @property
     def existing_id(self) -> bytes:
         """The id of a database that is not new, as the caller has checked."""
-        assert self.database_id is not None, "`check` and `Database.survey` reject such a database"
+        assert self.database_id is not None, "`require_usable` and `Database.survey` reject it"
         return self.database_id
 
     @property
@@ -300,11 +300,12 @@ async def survey_databases(
         # then added its feature.
         data = await survey_database(executors.data, known=known)
         key_survey = key_survey if executors.has_key_database else data
-    check(key_survey, TableSet.KEYS if executors.has_key_database else TableSet.ALL, create_tables)
+    table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
+    require_usable(key_survey, table_set, create_tables)
     key_survey.reject_unfinished(FeatureName.MOVING)
     if executors.has_key_database:
-        check(data, TableSet.DATA, create_tables)
-        check_together(data, key_survey)
+        require_usable(data, TableSet.DATA, create_tables)
+        require_same_database(data, key_survey)
     for name in _missing_feature_tables(data, key_survey):
         raise ConfigurationError(f"the table {name} was removed: restore it from a backup")
     return data, key_survey
@@ -320,7 +321,7 @@ def merged(data: Survey, key_survey: Survey) -> Survey:
 
 def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
     """Return the tables of the features that *key_survey* lists, if they do not exist in *data*."""
-    # `check` rejects another format, and a database whose list is in a key database.
+    # `require_usable` rejects another format, and a database whose list is in a key database.
     is_checked = key_survey.format_version == str(FORMAT_VERSION)
     is_checked &= key_survey.table_set in (TableSet.ALL, TableSet.KEYS)
     listed = key_survey.features if is_checked else frozenset()
@@ -332,7 +333,7 @@ def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
 # --- checking ------------------------------------------------------------------------------------
 
 
-def check(survey: Survey, table_set: TableSet, create_tables: bool) -> None:
+def require_usable(survey: Survey, table_set: TableSet, create_tables: bool) -> None:
     """Raise ConfigurationError for a database that cannot be used as *table_set*.
 
     A new database may lack tables if *create_tables* is True.
@@ -413,8 +414,8 @@ def _check_table_set(survey: Survey, table_set: TableSet) -> None:
         raise ConfigurationError(MISPLACED[table_set, survey.table_set])
 
 
-def check_together(data: Survey, key_survey: Survey) -> None:
-    """Raise ConfigurationError if two databases, each checked with `check`, do not match."""
+def require_same_database(data: Survey, key_survey: Survey) -> None:
+    """Raise ConfigurationError if two databases, each of which is usable, do not match."""
     if data.database_id is None and key_survey.is_used:
         raise ConfigurationError(
             "the key database has the keys of another database, and this one is empty: "

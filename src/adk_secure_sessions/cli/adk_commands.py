@@ -15,7 +15,7 @@ import click
 from adk_secure_sessions.cli.config import PREFIX
 from adk_secure_sessions.cli.program import Command, Failure, main, one_line_errors
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.integrations.plaintext_places import EXPORTER, KINDS, PLACES
+from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES, PLAINTEXT_KINDS
 
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
@@ -117,7 +117,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
         ["--allow-plaintext"],
         metavar="KINDS",
         default="",
-        type=names_of(KINDS),
+        type=names_of(PLAINTEXT_KINDS),
         help="What may be written as plaintext: sessions, artifacts, memory, evaluations, logs, "
         "plugins or traces, separated by commas.",
     )
@@ -170,7 +170,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
             uri = service_uri if service_uri is not None else default
             if uri is not None:
                 arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
-    stores = plaintext_guard.plaintext_stores(arguments, os.environ)
+    stores = plaintext_guard.plaintext_causes(arguments, os.environ)
     if refused := {kind: where for kind, where in stores.items() if kind not in allowed}:
         raise Failure(plaintext_guard.refusal(refused), "PlaintextRefusedError")
     adk.register()

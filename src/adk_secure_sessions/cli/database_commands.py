@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
+from adk_secure_sessions.cli.notes import check_lines, status_lines
 from adk_secure_sessions.cli.options import (
     NUMBER,
     on_database,
@@ -25,7 +26,6 @@ from adk_secure_sessions.cli.output import (
     table,
 )
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors, run, runner_for
-from adk_secure_sessions.cli.result_lines import check_lines, status_lines
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
 
@@ -183,7 +183,7 @@ def verify(
             if not heads:
                 notes = ["without --heads, it is not detected that last records were removed"]
         if store is not None:
-            from adk_secure_sessions.integrations.artifact_blobs import check_blobs
+            from adk_secure_sessions.integrations.blob_maintenance import check_blobs
 
             results["blobs"] = call(check_blobs(db, store))
             print_lines(results["blobs"])

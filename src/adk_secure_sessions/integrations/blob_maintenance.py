@@ -103,8 +103,8 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    place = as_artifact_store(store)
-    blobs = await blobs_of_database(db, place)
+    store = as_artifact_store(store)
+    blobs = await blobs_of_database(db, store)
     stored = {blob.name: blob.size async for blob in blobs.list()}
     marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
@@ -119,7 +119,7 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
             named.add(blob.name)
             row = f"{collection.version.session_row}, {version.item}"
             listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
-            if problem := await stored_wrongly(place, blob, listed):
+            if problem := await storage_error(store, blob, listed):
                 result.missing += 1
                 problems.add_error(problem.about(f"its blob {blob.name}"), events.name, row)
             elif blob.name in marks:
@@ -130,15 +130,15 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
     return problems.write_to(result)
 
 
-async def stored_wrongly(
-    place: ArtifactStore, blob: Blob, size: int | None = None
+async def storage_error(
+    store: ArtifactStore, blob: Blob, size: int | None = None
 ) -> TamperedError | None:
     """Return an error if *blob* is missing or has another length.
 
     *size* is that of the listed blob; None if the blob was not listed.
     """
     if size is None:
-        size = await place.blobs(blob.prefix).size(blob.name)
+        size = await store.blobs(blob.prefix).size(blob.name)
     if size == encrypted_size(blob.size):
         return None
     if size:
@@ -234,10 +234,10 @@ async def purge_blobs(
     return result
 
 
-async def blobs_of_database(db: Database, place: ArtifactStore) -> BlobStore:
-    """Open the part of *place* that contains the blobs of *db*."""
-    place.prepare(create=False)
-    return place.blobs((await Collections(db.runner).database_id()).hex())
+async def blobs_of_database(db: Database, store: ArtifactStore) -> BlobStore:
+    """Open the part of *store* that contains the blobs of *db*."""
+    store.prepare(create=False)
+    return store.blobs((await Collections(db.runner).database_id()).hex())
 
 
 async def artifacts_of(
