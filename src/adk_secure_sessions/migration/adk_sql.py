@@ -57,7 +57,6 @@ class TableKind(StrEnum):
 
 
 _MYSQL = ("mysql", "mariadb")
-_ADK_KINDS = (TableKind.ADK_V1, TableKind.ADK_V0, TableKind.ADK_SQLITE)
 
 
 # --- SQL -----------------------------------------------------------------------------------------
@@ -97,6 +96,8 @@ _OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY,
 RowKey = tuple[str, ...]
 T = TypeVar("T")
 AdkPage = tuple[list[T], RowKey | None]
+# A session, its row, and the rows of its events.
+SessionWithRows = tuple[SourceSession, Row, list[Row]]
 # The keys of apps or users, each with the unconverted state.
 StateRows = Sequence[tuple[RowKey, Any]]
 
@@ -115,7 +116,7 @@ class AdkQueries:
     *time_zone* is that of the writers; None for the zone that the installed google-adk assumes.
     """
 
-    kinds: tuple[TableKind, ...] = _ADK_KINDS
+    kinds: tuple[TableKind, ...] = (TableKind.ADK_V1, TableKind.ADK_V0, TableKind.ADK_SQLITE)
 
     def __init__(self, connection: sa.Connection, time_zone: tzinfo | None) -> None:
         kinds = kinds_in(connection)
@@ -227,12 +228,9 @@ class AdkQueries:
 
     def session_versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
-
-        def page(after: RowKey | None) -> AdkPage[tuple[SourceSession, Any, Any]]:
-            return self._sessions(connection, [], after, PAGE, sa.null(), sa.literal(0))
-
-        for sessions in _pages(page):
-            yield from (session for session, _, _ in sessions)
+        sizes = sa.null(), sa.literal(0)
+        for page in _pages(lambda after: self._sessions(connection, [], after, PAGE, *sizes)):
+            yield from (session for session, _, _ in page)
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
         for table in STATE_TABLES:
@@ -253,7 +251,7 @@ class AdkQueries:
 
     def with_events(
         self, connection: sa.Connection, sessions: Sequence[SourceSession]
-    ) -> list[tuple[SourceSession, Row, list[Row]]]:
+    ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
         query = sa.select(*_SESSION_KEY, *_columns(self._json(_s.c.state)))
@@ -273,7 +271,7 @@ class AdkQueries:
 
     def lookup(
         self, connection: sa.Connection, key: Sequence[str], after: RowKey | None = None
-    ) -> AdkPage[tuple[SourceSession, Row]]:
+    ) -> AdkPage[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         if not can_store(self.dialect, *key):
             return [], None
@@ -282,7 +280,7 @@ class AdkQueries:
         sessions, position = self._sessions(
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
-        return [(session, row) for session, row, _ in sessions], position
+        return [(session, row, []) for session, row, _ in sessions], position
 
     def state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
@@ -509,11 +507,11 @@ def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset
             reads_all = reads_all and not kinds
             states = not_plaintext(connection) if reads_all else _first_and_last_states(connection)
             is_1x = any(map(is_envelope, states))
-            kinds.add(TableKind.PACKAGE_1X if is_1x else _kind_of_adk(connection, tables, columns))
+            kinds.add(TableKind.PACKAGE_1X if is_1x else kind_of_adk(connection, tables, columns))
     return frozenset(kinds)
 
 
-def _kind_of_adk(
+def kind_of_adk(
     connection: sa.Connection, tables: set[str], columns: Mapping[str, Any]
 ) -> TableKind:
     if "adk_internal_metadata" in tables:

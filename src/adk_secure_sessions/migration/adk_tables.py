@@ -23,7 +23,7 @@ from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
-from adk_secure_sessions.migration.adk_rows import Row, check_names, time_of
+from adk_secure_sessions.migration.adk_rows import check_names, time_of
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     SESSIONS,
@@ -31,6 +31,7 @@ from adk_secure_sessions.migration.adk_sql import (
     USER_STATES,
     AdkPage,
     AdkQueries,
+    SessionWithRows,
     StateRows,
     can_store,
 )
@@ -141,12 +142,7 @@ class AdkTables(Source):
         found = await self.run(partial(queries.with_events, sessions=sessions))
         # In a thread, as all conversions of rows: parsing a long session, decrypting it or loading
         # its pickles would block the event loop.
-        return await asyncio.to_thread(
-            lambda: {
-                session: try_convert(queries.content, session, row, history)
-                for session, row, history in found
-            }
-        )
+        return await asyncio.to_thread(_contents, queries, found)
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         queries = await self.queries()
@@ -171,7 +167,7 @@ class AdkTables(Source):
         key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
         async for rows in self._pages(partial(queries.lookup, key=key)):
-            yield await asyncio.to_thread(_without_events, queries, rows)
+            yield await asyncio.to_thread(_contents, queries, rows)
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
         """Return the state of a user, or of an app, as JSON; None if the source has none."""
@@ -237,10 +233,10 @@ def convert_states(queries: AdkQueries, rows: StateRows) -> States:
     return {key: try_convert(_state, queries, key, state) for key, state in rows}
 
 
-def _without_events(
-    queries: AdkQueries, rows: Sequence[tuple[SourceSession, Row]]
+def _contents(
+    queries: AdkQueries, sessions: Sequence[SessionWithRows]
 ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-    return {session: try_convert(queries.content, session, row, []) for session, row in rows}
+    return {session[0]: try_convert(queries.content, *session) for session in sessions}
 
 
 def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> bytes:

@@ -9,7 +9,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
+from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
 from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
@@ -189,7 +189,7 @@ class ComparisonRun:
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
         try:
-            copy = await stored_content(self._db, *item.ids)
+            copy = await session_content(self._db, *item.ids)
         except ROW_ERRORS as error:
             return undecryptable(error)
         if copy is None or item.status is ImportStatus.DELETED:
@@ -218,7 +218,7 @@ class ComparisonRun:
     async def _state_reason(self, item: StateItem, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""
         try:
-            stored = await stored_state(self._db, *item.ids)
+            stored = await owner_state(self._db, *item.ids)
         except ROW_ERRORS as error:
             return undecryptable(error)
         is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)

@@ -175,13 +175,10 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
     if not session.has_ids:
         return Unreadable(session.reason, has_ids=False)
     try:
-        content = await stored_content(db, *session.ids)
+        content = await session_content(db, *session.ids)
     except ROW_ERRORS as error:
         return Unreadable(reason_of(error))
-    has_expired = (
-        content is not None and content.expires_at is not None and content.expires_at <= time_now()
-    )
-    return None if has_expired else content
+    return None if content and content.has_expired else content
 
 
 def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
@@ -190,7 +187,7 @@ def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
     return plaintext
 
 
-async def stored_content(
+async def session_content(
     db: Database, app_name: str, user_id: str, session_id: str
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
@@ -209,7 +206,7 @@ async def stored_content(
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
 
 
-async def stored_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
+async def owner_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
     identity = await db.runner.identify(app_name, user_id or "")

@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
-from adk_secure_sessions.migration.encrypted_source import EncryptedSource, reason_of, stored_state
+from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state, reason_of
 from adk_secure_sessions.migration.findings import Finding, Findings, Stop
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -198,17 +198,14 @@ class _ExportRun:
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
         self.result.bad += 1
-        self._report(ids, reason, has_ids=has_ids)
+        self._findings.add(self._index.tag_of(*ids) if has_ids else b"", reason, *ids)
         if not self._skip_bad:
             raise Stop
 
     def report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference is not None:
             self.result.different += 1
-            self._report(ids, difference)
-
-    def _report(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        self._findings.add(self._index.tag_of(*ids) if has_ids else b"", reason, *ids)
+            self._findings.add(self._index.tag_of(*ids), difference, *ids)
 
 
 async def _write_to_adk(run: _ExportRun, adk: AdkTarget, *, verify: bool) -> None:
@@ -275,7 +272,7 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
     async def state_of(*owner: str) -> bytes:
         state = cached.get(owner)
         if state is None:
-            state = await stored_state(run.db, *owner)
+            state = await owner_state(run.db, *owner)
             cached.put(owner, state)
         return state
 

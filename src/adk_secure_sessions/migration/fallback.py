@@ -405,8 +405,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         else:
             for owner in wanted:
                 states[owner] = await self._query(self._source.state(*owner))
-        readable = {ids: _readable(state, "a state") for ids, state in states.items()}
-        return {ids: state for ids, state in readable.items() if state is not None}
+        found = {ids: state for ids, state in states.items() if state is not None}
+        return {ids: _readable(state, "a state") for ids, state in found.items()}
 
     async def _copy_states(self, app_name: str, *user_ids: str) -> None:
         """Copy the states of an app and of users that were not copied yet.

@@ -18,7 +18,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
-from adk_secure_sessions.migration.adk_sql import AdkQueries, TableKind, not_plaintext
+from adk_secure_sessions.migration.adk_sql import AdkQueries, TableKind, kind_of_adk, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -118,13 +118,9 @@ class _Package1xQueries(AdkQueries):
     ) -> None:
         super().__init__(connection, time_zone)
         self._keys = keys
-        columns = {
-            column["name"]: column["type"]
-            for column in sa.inspect(connection).get_columns("events")
-        }
+        found = sa.inspect(connection).get_columns("events")
         # The tables of releases before 1.1 are like those of google-adk's SqliteSessionService.
-        is_before_1_1 = isinstance(columns["timestamp"], sa.Float)
-        self.kind = TableKind.ADK_SQLITE if is_before_1_1 else TableKind.ADK_V1
+        self.kind = kind_of_adk(connection, set(), {column["name"]: column for column in found})
 
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
         decrypted = super().content(session, row, history)

@@ -9,11 +9,11 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.times import lifetime_of, time_now
+from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.comparison import differences, is_same_state
-from adk_secure_sessions.migration.encrypted_source import stored_content, stored_state
+from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
 from adk_secure_sessions.migration.findings import Finding, Findings, Stop
 from adk_secure_sessions.migration.source_scan import (
     CONFLICTS,
@@ -222,8 +222,7 @@ class _MigrationRun:
         elif content is not None and status.is_due:
             self.result.copied += 1
             self.result.events += len(content.events)
-            expires_at = content.expires_at
-            self.result.expired += expires_at is not None and expires_at <= time_now()
+            self.result.expired += content.has_expired
         elif not self._report_if_conflict(item, status):
             self.result.unchanged += 1
         await self.meter.advance()
@@ -261,7 +260,7 @@ class _MigrationRun:
         created another session with the same ids in the source.  Such a session must not
         replace the copy.
         """
-        copy = await stored_content(self.target, *item.ids)
+        copy = await session_content(self.target, *item.ids)
         if copy is None:
             return True
         number = len(copy.events)
@@ -284,7 +283,7 @@ class _MigrationRun:
 
     async def _expected(self, item: StateItem, state: bytes) -> ImportStatus:
         """Return what `import_state` would return: like it, compare states and not versions."""
-        stored = await stored_state(self.target, *item.ids)
+        stored = await owner_state(self.target, *item.ids)
         if item.status is ImportStatus.NEW:
             is_same = is_same_state(state, stored)
             return ImportStatus.NEW if is_same or stored == b"{}" else ImportStatus.SAME_ID

@@ -6,6 +6,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.formats.json_text import JsonObject, encode_state
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -72,6 +73,10 @@ class SessionContent(NamedTuple):
     created_at: int
     updated_at: int
     expires_at: int | None = None
+
+    @property
+    def has_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time_now()
 
 
 class ConversionError(Exception):
