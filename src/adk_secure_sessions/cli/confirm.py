@@ -25,36 +25,30 @@ with_confirm: Decorator = click.option(
 )
 
 
-def require_confirmation(
-    place: "Description",
-    name: str | None,
-    change: str,
-    *,
-    kind: str = "database",
-    noun: str = "session",
-) -> None:
-    """Raise an error unless the user names *place*, because the URL may be a wrong one.
+def require_confirmation(described: "Description", name: str | None, change: str) -> None:
+    """Raise an error unless the user names what is *described*: the URL may be a wrong one.
 
     *name* is the value of --confirm; if it is None, ask on the terminal.  *change* is what the
-    command does, such as `erase the user`.  *place* is a *kind* of place: a database, a directory
-    or a bucket, and its `sessions` counts *noun*s.
+    command does, such as `erase the user`.
     """
-    where = "" if place.server is None else f" on {place.server}"
-    last = "" if place.updated_at is None else f", last updated {utc_text(place.updated_at)}"
-    described = f"the {kind} {place.name}{where} has {counted(place.sessions, noun)}{last}"
+    server, own_name, number, updated_at, kind, noun = described
+    where = "" if server is None else f" on {server}"
+    last = "" if updated_at is None else f", last updated {utc_text(updated_at)}"
+    text = f"the {kind} {own_name}{where} has {counted(number, noun)}{last}"
     if name is None and sys.stdin.isatty():
-        click.echo(without_controls(described), err=True)
+        click.echo(without_controls(text), err=True)
         question = f"To {change}, enter its name"
-        if not _is_name(place, click.prompt(question, default="", show_default=False, err=True)):
+        entered = click.prompt(question, default="", show_default=False, err=True)
+        if not _is_name(described, entered):
             raise Failure("nothing was changed: this is not its name", "Declined", exit_code=1)
-    elif name is None or not _is_name(place, name):
+    elif name is None or not _is_name(described, name):
         raise Failure(
-            f"nothing was changed: to {change}, give its name with --confirm; {described}",
+            f"nothing was changed: to {change}, give its name with --confirm; {text}",
             "NotConfirmed",
         )
 
 
-def _is_name(place: "Description", name: str) -> bool:
-    if place.server is None and name:  # a relative path is a name, too
-        return os.path.realpath(name) == os.path.realpath(place.name)
-    return name == place.name
+def _is_name(described: "Description", name: str) -> bool:
+    if described.server is None and name:  # a relative path is a name, too
+        return os.path.realpath(name) == os.path.realpath(described.name)
+    return name == described.name

@@ -71,9 +71,9 @@ def artifacts(
         origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
         if action == "erase-source" and not dry_run:
             server = "Google Cloud Storage" if is_bucket else None
-            described = Description(server, origin.name, call(origin.count()), None)
-            change = "delete the artifacts of the source"
-            require_confirmation(described, confirm, change, kind=origin.kind, noun="artifact")
+            number = call(origin.count())
+            described = Description(server, origin.name, number, None, origin.kind, "artifact")
+            require_confirmation(described, confirm, "delete the artifacts of the source")
         work = migrate_artifacts(origin, db, store, action, dry_run=dry_run, show_ids=show_ids)
         result = call(work)
     print_result(result, _notes(action, result, dry_run))

@@ -1,4 +1,4 @@
-"""The commands that replace keys, and that remove replaced keys."""
+"""The commands that replace keys, and that delete replaced keys."""
 
 import sys
 from collections.abc import Awaitable, Callable
@@ -40,7 +40,7 @@ _with_rotation_options = with_all(
     click.option(
         "--retire",
         is_flag=True,
-        help="Then remove the replaced keys, as the command `retire` does.",
+        help="Then delete the replaced keys, as the command `retire` does.",
     ),
     with_dry_run,
     with_speed,

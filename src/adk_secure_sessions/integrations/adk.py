@@ -181,9 +181,9 @@ _describes: ContextVar[bool] = ContextVar("describes", default=False)
 
 
 def describing() -> AbstractContextManager[object]:
-    """Let the following functions return a `ServiceUri` in the block, which needs no root key.
+    """In the block, let the three functions below return the parsed `ServiceUri`, not a service.
 
-    `adk doctor` thus learns whether google-adk would call them.
+    This needs no root key.  `adk doctor` thus learns whether google-adk would call them.
     """
     return context_value(_describes, True)
 

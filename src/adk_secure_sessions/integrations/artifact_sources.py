@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import hides_locals
+from adk_secure_sessions.integrations.artifact_versions import USER_PREFIX
 
 if TYPE_CHECKING:
     from google.adk.artifacts.base_artifact_service import ArtifactVersion, BaseArtifactService
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PIECE = 2**20  # the number of bytes that are read at once
-_USER = "user:"
 # The path of the directory with the versions of an artifact: the app, the user, the session and the
 # artifact.  Each may contain slashes: google-adk then accepts none of the words between them.
 _VERSIONS = re.compile(r"(.+?)/users/(.+?)(?:/sessions/(.+?))?/artifacts/(.+)/versions", re.DOTALL)
@@ -83,7 +83,9 @@ class SourceArtifact:
 
 @hides_locals
 class ArtifactSource:
-    """Artifacts in plaintext: a *kind* of place, such as `directory`, and its *name*.
+    """The artifacts of one place, in plaintext.
+
+    *kind*, such as `directory`, and *name* describe the place in the question for confirmation.
 
     A subclass implements `_walk`, which runs in a thread, or overrides `artifacts`.
     """
@@ -207,10 +209,10 @@ def _artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> Sourc
             f"version {len(versions)} has no content, or no readable metadata.json: restore the "
             "files, or delete the artifact in the source"
         )
-    if _path_of(name) != path or (session_id is not None and name.startswith(_USER)):
+    if _path_of(name) != path or (session_id is not None and name.startswith(USER_PREFIX)):
         problem = "its metadata.json has the name of another artifact"
-    if session_id is None and not name.startswith(_USER):
-        name = _USER + name
+    if session_id is None and not name.startswith(USER_PREFIX):
+        name = USER_PREFIX + name
     delete = partial(_delete, parent, [one.number for one in versions])
     return SourceArtifact(app_name, user_id, session_id, name, versions, problem, delete)
 
@@ -245,7 +247,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _path_of(name: str) -> str:
     """Return the path that google-adk makes of the name of an artifact."""
-    bare = name.removeprefix(_USER).strip()
+    bare = name.removeprefix(USER_PREFIX).strip()
     path = PurePosixPath(PureWindowsPath(bare).as_posix() if "\\" in bare else bare).as_posix()
     return "artifact" if path == "." else path
 
@@ -302,7 +304,8 @@ class GcsArtifacts(ArtifactSource):
                     found.setdefault(name, {})[int(number)] = blob
             for name, by_number in sorted(found.items()):
                 app_name, user_id, session_id = scope
-                ids = (app_name, user_id, None if name.startswith(_USER) else session_id, name)
+                of_session = None if name.startswith(USER_PREFIX) else session_id
+                ids = (app_name, user_id, of_session, name)
                 numbers = sorted(by_number)
                 versions = [_blob_version(by_number[number], number) for number in numbers]
                 delete = partial(_delete_blobs, [by_number[number] for number in numbers])
@@ -382,7 +385,7 @@ class ServiceArtifacts(ArtifactSource):
             scope = {"app_name": app_name, "user_id": user_id}
             keys = self._service.list_artifact_keys(**scope, session_id=session_id)
             for filename in await _answer(keys):
-                of_session = None if filename.startswith(_USER) else session_id
+                of_session = None if filename.startswith(USER_PREFIX) else session_id
                 if (ids := (app_name, user_id, of_session, filename)) in seen:
                     continue
                 seen.add(ids)

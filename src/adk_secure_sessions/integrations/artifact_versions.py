@@ -27,6 +27,7 @@ from adk_secure_sessions.storage.features.collections import Collection, Collect
 from adk_secure_sessions.storage.schema import events
 
 _KIND = "artifact"  # the first part of the names of our collections
+USER_PREFIX = "user:"  # the names of artifacts without a session begin with it
 Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 
 
@@ -41,7 +42,7 @@ class Version(HoldsSecrets):
     time: float  # when the version was saved, in seconds since 1970
     uri: str  # contains no name and no id of ADK
     item: int  # the number of the item that describes the version
-    versions: int  # how many versions the artifact had when this item was added
+    versions: int  # how many versions the artifact has, including the one that this item adds
     rotation: int | None  # `DataRotation.since` of the last re-encryption of the content
 
     @property

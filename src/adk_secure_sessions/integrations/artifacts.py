@@ -25,6 +25,7 @@ from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.artifact_versions import (
+    USER_PREFIX,
     Address,
     Version,
     add_version,
@@ -39,7 +40,6 @@ from adk_secure_sessions.service import EncryptedSessionService, check_ids, reje
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-USER_PREFIX = "user:"
 _LEVELS = json_text.MAX_LEVELS - 2  # the item and its field take two levels
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 

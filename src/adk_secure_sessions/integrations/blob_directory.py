@@ -2,9 +2,8 @@
 
 obstore's store for directories does not flush files to the disk: after a power failure, an artifact
 that was saved successfully could be empty.  `BlobDirectory` flushes each file and its directories
-to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes
-about as long as a commit.  In addition, `BlobDirectory` needs no library, and works in forked
-processes.
+to the disk (fsync), as SQLite does at a commit.  On an SSD, this takes about as long as a commit.
+In addition, `BlobDirectory` needs no library, and works in forked processes.
 
 Other users of the machine may be able to write to the directory.  So this module follows no
 symbolic link below the directory that the operator gave.  Otherwise, a link in the place of a blob

@@ -136,7 +136,7 @@ NewItem: TypeAlias = tuple[MemoryItem, list[Entry | None]]
 
 
 class UserMemory:
-    """The memory of one user, built from the items 0 to `at.revision - 1` of the collection.
+    """The memory of one user, built from the items 0 to `version.revision - 1`.
 
     Several threads may use this object.  They hold `lock` while they change or search it.
     """

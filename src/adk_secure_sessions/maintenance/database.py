@@ -54,12 +54,14 @@ class StatementLimits(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What identifies a database to a person."""
+    """What identifies a database, a directory or a bucket to a person."""
 
-    server: str | None  # the host and the port in the URL; None for a SQLite file
-    name: str  # the name of the database on the server, or the absolute path of the SQLite file
-    sessions: int  # their number
+    server: str | None  # the host and the port in the URL; None for a SQLite file or a directory
+    name: str  # the name of the database or the bucket, or the absolute path of the file
+    items: int  # the number of sessions or artifacts
     updated_at: int | None  # the last of all updates, in microseconds since 1970; None if unknown
+    kind: str = "database"
+    noun: str = "session"  # what is counted
 
 
 def describe(

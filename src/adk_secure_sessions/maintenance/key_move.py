@@ -264,7 +264,7 @@ class _Move:
             meta_rows[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.keyring]
         await self._target.change(partial(self._prepare, target, meta_rows, masters))
-        meter = Meter(self._progress, total, None)
+        meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
             await self._target.change(partial(self._insert, rows))
             await meter.advance(len(rows))

@@ -182,7 +182,7 @@ class _MasterRotationRun(RotationRun):
             raise SecureSessionError(
                 f"master key {self.result.master_id} was retired meanwhile: {OVERLAPPED}"
             )
-        counts = await count_data_keys(self._db, Meter(None, 0, None))
+        counts = await count_data_keys(self._db, Meter())
         return sum(count.keys for count in counts if count.master_id != self.result.master_id)
 
 

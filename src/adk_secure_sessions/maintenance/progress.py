@@ -10,21 +10,21 @@ Progress = Callable[[int, int], None]  # called with the numbers of processed ro
 
 
 class Meter:
-    """Counts processed rows, reports progress, and pauses to process at most *rows_per_second*.
+    """Counts processed rows, reports progress, and pauses to process at most *rate* rows a second.
 
     Count only rows that were read.  Do not add a number that a row contains, such as a revision: an
     attacker may have modified it, and a large number would make the command wait for ever.
     """
 
-    def __init__(self, progress: Progress | None, total: int, rows_per_second: float | None):
+    def __init__(self, progress: Progress | None = None, total: int = 0, rate: float | None = None):
         self._progress = progress
         self._total = total
-        self._rate = rows_per_second
+        self._rate = rate
         self._due = time.monotonic()  # the earliest time for the next row
         self._processed = 0
 
     async def advance(self, rows: int = 1) -> None:
-        """Count and report *rows* more rows; pause if more than *rows_per_second* were counted."""
+        """Count and report *rows* more rows; pause if more than *rate* a second were counted."""
         self._processed += rows
         if self._progress is not None and rows:
             # Services keep writing, so there may be more rows than were counted at the start.

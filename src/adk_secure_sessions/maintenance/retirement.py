@@ -130,10 +130,10 @@ async def retire(
     await db.reread_keyring()  # a later release may have added a feature, which this call rejects
     reject_wrapper(await db.survey(), "retire")
     await reject_orphans(db)
-    throttle = Meter(None, 0, rows_per_second)
+    throttle = Meter(rate=rows_per_second)
     await _reject_unreadable_sessions(db, throttle)
     ((total,),) = await db.runner.read_keys(_NUMBER_OF_OWNERS, {})
-    meter = Meter(progress, int(total), None)
+    meter = Meter(progress, int(total))
     kept: CappedList[KeptKey] = CappedList()
     deleted = spare = 0
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement

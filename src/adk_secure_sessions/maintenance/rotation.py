@@ -77,7 +77,7 @@ class RotationRun(ABC):
         self._name = name
         self._checkpoint = f"{meta.ROTATION}{name}"
         self._dry_run = dry_run
-        self._meter = Meter(None, 0, None)
+        self._meter = Meter()
         self._problems = Problems()  # problems of the latest pass
 
     async def run(

@@ -148,7 +148,7 @@ async def _replace_keys(
     if is_due and not (await rotate_master(db, **options)).succeeded:
         return False
     # Records that are not encrypted with the current data key, or with one that is too old.
-    meter = Meter(None, 0, options["rows_per_second"])
+    meter = Meter(rate=options["rows_per_second"])
     counts, _ = await count_records(db, meter, separation.since)
     is_left = any(count.rows > count.newest for count in counts) or f"{meta.ROTATION}data" in stored
     return not is_left or (await rotate_data(db, **options)).succeeded

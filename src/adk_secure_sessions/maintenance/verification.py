@@ -148,14 +148,13 @@ class _Verifier:
         self._index_master = master
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._imports = 0
-        # The tags of the keys whose rows of the search index are complete, and whether it has rows.
+        self._needed: set[str] = set()  # the features that rows need
+        # The tags of the keys whose rows of the search index are complete.
         self._indexed: set[bytes] = set()
-        self._has_marks = False
 
     async def check_marks(self) -> None:
         for tag, state in await read_marks(self._db.runner.read, self._index_master):
-            self._has_marks = True
+            self._needed.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
                 self.problems.add(indexed.name, name, Reason.MISMATCH, _WRONG_MARK)
@@ -217,16 +216,11 @@ class _Verifier:
         A feature is added before the first row that needs it, so somebody has replayed an older
         list.  With that list, a release that does not know the feature would use the database.
         """
-        has_rows = {
-            FeatureName.COLLECTIONS: self.result.collections,
-            FeatureName.STATE_INDEX: self._has_marks,
-            FeatureName.MIGRATION: self._imports,
-        }
-        listed = (await self._db.survey()).features
+        unlisted = self._needed - (await self._db.survey()).features
         replayed = [
             unlisted_detail(evidence, feature, f"the next {writer} adds the feature")
             for feature, (evidence, writer) in _EVIDENCE.items()
-            if has_rows[feature] and feature not in listed
+            if feature in unlisted
         ]
         if self._db.trail_was_unlisted:
             replayed.append(UNLISTED_TRAIL)
@@ -240,7 +234,7 @@ class _Verifier:
         async for rows in pages(self._db.runner.read, query, key, size, lambda *row: row):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
-                self._imports += 1
+                self._needed.add(FeatureName.MIGRATION)
                 try:
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
@@ -294,6 +288,7 @@ class _Verifier:
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
                 if is_collection:
+                    self._needed.add(FeatureName.COLLECTIONS)
                     self.result.collections += 1
                     self.result.items += len(history)
                 else:
