@@ -267,7 +267,7 @@ class Stored:
 
     def attempt(self, keys: StagedKeys) -> Attempt:
         cache = RowCache(10)
-        return Attempt(WHO, keys, cache, KeySource.QUERY, True, cache.sequence)
+        return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.sequence)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

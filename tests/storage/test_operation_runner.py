@@ -205,10 +205,10 @@ async def test_attempts_trust_no_cache_from_the_second_on_and_lock_rows_after_th
 ) -> None:
     """A lost connection, of which a read may meet one, is no conflict."""
     operation = Scripted(Conflict(), LOST, UniqueViolation(), Conflict(), Conflict(), "done")
-    await runner_of(one_database()[0]).run(operation)
+    await (await runner_that_knows_the_keys()).run(operation)
     locks = [attempt.locks_rows for attempt in operation.attempts]
     assert locks == [False, False, False, False, True, True]
-    assert [attempt.is_first for attempt in operation.attempts] == [True] + [False] * 5
+    assert [attempt.may_skip_read for attempt in operation.attempts] == [True] + [False] * 5
 
 
 async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> None:

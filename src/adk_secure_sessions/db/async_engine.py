@@ -99,9 +99,8 @@ class AsyncEngineExecutor:
         *,
         in_one_transaction: bool = False,
     ) -> T:
-        return await self._shielded(
-            partial(self._transact, transaction, in_one_transaction), on_commit
-        )
+        work = partial(self._transact, transaction, in_one_transaction)
+        return await self._shielded(work, on_commit)
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(connection: sa.Connection) -> T:

@@ -344,10 +344,8 @@ class _Trail:
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
-        size, key = self._db.limits.rows, _columns.number
-        async for rows in pages(
-            self._db.runner.read, _RECORDS, key, size, lambda *row: row, chain=chain
-        ):
+        read, size, key = self._db.runner.read, self._db.limits.rows, _columns.number
+        async for rows in pages(read, _RECORDS, key, size, lambda *row: row, chain=chain):
             for number, moment, record in rows:
                 yield number, moment, record
             await self.meter.advance(len(rows))

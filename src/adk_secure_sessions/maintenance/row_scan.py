@@ -85,9 +85,8 @@ def app_name_of(stored: object) -> str:
 
 
 def scan_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
-    return pages(
-        db.runner.read_keys, DATA_KEYS, data_keys.c.id, db.limits.ids_per_statement, DataKeyRow
-    )
+    size = db.limits.ids_per_statement
+    return pages(db.runner.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow)
 
 
 class OwnerRow(NamedTuple):

@@ -123,10 +123,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self.copied_sessions: int = 0
         self._service = service
         self._recording = service._recording
-        self._runner = service._runner
-        self._imports = Imports(
-            service._runner, service._index, create_table=service._creates_tables
-        )
+        self._runner = runner = service._runner
+        self._imports = Imports(runner, service._index, create_table=service._creates_tables)
         self._source = source
         # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None

@@ -182,14 +182,9 @@ class SourceScan:
         if await target.imports.migration_end() or not await target.imports.feature.is_added():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
-        query, key, size = (
-            _copies(app_name is not None),
-            migrated.c.tag,
-            target.limits.ids_per_statement,
-        )
-        async for rows in pages(
-            target.runner.read, query, key, size, lambda *row: row, **parameters
-        ):
+        query, size = _copies(app_name is not None), target.limits.ids_per_statement
+        read, key = target.runner.read, migrated.c.tag
+        async for rows in pages(read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
                 # SQLite stores any type in any column, so a modified tag may have another type.
                 known = tag if isinstance(tag, bytes) else b""

@@ -239,7 +239,7 @@ class Attempt(NamedTuple):
     keys: StagedKeys
     cache: RowCache
     key_source: KeySource
-    is_first: bool  # only the first attempt may use cached rows instead of a read
+    may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
     sequence_at_start: int = 0  # `cache.sequence` at the start: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
@@ -502,7 +502,7 @@ class OperationRunner:
                 keys,
                 opened.row_cache,
                 source,
-                is_first,
+                is_first and source is KeySource.CACHE,
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries is not None and retries.locks_rows,
                 after_commit=[] if operation.writes else None,

@@ -338,8 +338,7 @@ class CreateSession(Write[SessionView]):
     expires_at: int = NEVER
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionView]:
-        may_skip_read = attempt.is_first and attempt.key_source is KeySource.CACHE
-        if may_skip_read and not (self.app_delta or self.user_delta):
+        if attempt.may_skip_read and not (self.app_delta or self.user_delta):
             created = yield from self._create_from_cache(attempt)
             if created:
                 return created
@@ -494,7 +493,7 @@ class AppendEvent(Write[StoredSession]):
 
     def _cached_session(self, attempt: Attempt) -> StoredSession | None:
         event = self.event
-        if not attempt.is_first or attempt.key_source is not KeySource.CACHE:
+        if not attempt.may_skip_read:
             return None
         if event.app_delta or event.user_delta or event.replaced:
             return None
@@ -593,8 +592,8 @@ class DeleteSession(Write[bool | None]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
-        cached = attempt.cache.verified_session(tag) if attempt.is_first else None
-        if cached and self.condition is None and attempt.key_source is KeySource.CACHE:
+        cached = attempt.cache.verified_session(tag) if attempt.may_skip_read else None
+        if cached and self.condition is None:
             row = Change(sql.DELETE_CACHED_SESSION, parameters(cached.row, "at_"))
             if (yield Apply([row, *_deletions(attempt, cached)])):
                 return True

@@ -26,12 +26,7 @@ from adk_secure_sessions.storage import meta, sealed_rows
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
-from adk_secure_sessions.storage.operation_runner import (
-    Attempt,
-    KeySource,
-    OperationRunner,
-    apply_changes,
-)
+from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
 from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.queries import QueryRows, chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.schema import (
@@ -266,8 +261,8 @@ class ImportSession(_Import[ImportStatus]):
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
-        may_skip_read = attempt.is_first and attempt.key_source is KeySource.CACHE
-        if may_skip_read and not self.replace and (yield from self._import_from_cache(attempt)):
+        skips_read = attempt.may_skip_read and not self.replace
+        if skips_read and (yield from self._import_from_cache(attempt)):
             return ImportStatus.NEW
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, rows)
