@@ -385,16 +385,18 @@ class Trail(Protocol):
     ) -> tuple[Any, bool]: ...
 
 
+@dataclass(eq=False, repr=False)
 class AuditedCall:
     """Runs one call, and stores in audit trails the security events that happen during it.
 
-    Subclasses add a record of the call itself, which is also logged.  If *trail* is None, the
+    Subclasses add a record of the call itself, which is also logged.  If the trail is None, the
     enclosing call, if there is one, stores the security events.
     """
 
-    def __init__(self, trail: Trail | None) -> None:
-        self._trail = trail
-        self._is_stored = trail is not None
+    _trail: Trail | None
+
+    def __post_init__(self) -> None:
+        self._is_stored = self._trail is not None
         self.trails: list[Trail] = []  # those that could be opened, and store the records
         self._kept: list[AuditEntry] = []
         self._omitted = 0
@@ -474,16 +476,13 @@ class AuditedCall:
 _call: ContextVar[AuditedCall | None] = ContextVar("audit_call", default=None)
 
 
+@dataclass(eq=False, repr=False)
 class AccessCall(AuditedCall):
-    """An access to a session, a state, an artifact or a memory; only logged without *trail*."""
+    """An access to a session, a state, an artifact or a memory; only logged without a trail."""
 
-    def __init__(
-        self, trail: Trail | None, action: str, read_ids: ReadIds, ids: tuple[str, str, str]
-    ) -> None:
-        super().__init__(trail)
-        self._action = action
-        self._read_ids = read_ids
-        self._ids = ids
+    _action: str
+    _read_ids: ReadIds
+    _ids: tuple[str, str, str]
 
     async def write_with_entry(
         self,

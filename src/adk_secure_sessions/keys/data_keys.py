@@ -14,7 +14,7 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -125,26 +125,24 @@ class OwnerKeys(HoldsSecrets):
     newest_generation: int  # also of keys whose backend was not given; -1 if there is no key
 
 
+@dataclass(eq=False, repr=False)
 class KeyCache(HoldsSecrets):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
-    def __init__(
-        self,
-        keyring: Keyring,
-        backends: Mapping[int, EncryptionBackend],
-        writer_id: int,
-        limit: int,
-    ) -> None:
-        self.keyring = keyring  # another object when the keyring is read again
-        self.backends = backends
+    keyring: Keyring  # another object when the keyring is read again
+    backends: Mapping[int, EncryptionBackend]
+    writer_id: InitVar[int]
+    limit: InitVar[int]
+
+    def __post_init__(self, writer_id: int, limit: int) -> None:
         # What telemetry calls an encryption and a decryption, by backend id.
         self.encrypting: dict[int, telemetry.WorkKind]
         self.decrypting: dict[int, telemetry.WorkKind]
         self.encrypting, self.decrypting = (
-            {key: telemetry.cipher_kind(one.name, work) for key, one in backends.items()}
+            {key: telemetry.cipher_kind(one.name, work) for key, one in self.backends.items()}
             for work in ("encrypt", "decrypt")
         )
-        self.writer: EncryptionBackend = backends[writer_id]
+        self.writer: EncryptionBackend = self.backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owner_tags: Lru[int, bytes] = Lru(limit)  # by data key id
 

@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 from itertools import compress
@@ -360,6 +360,7 @@ def empty_caches() -> None:
             runner.empty_caches()
 
 
+@dataclass(eq=False, repr=False)
 class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
@@ -369,25 +370,17 @@ class OperationRunner:
     keys or the caches are used.  *keyring_pause* is in seconds: see `_KEYRING_PAUSE`.
     """
 
-    def __init__(
-        self,
-        executors: Executors,
-        backends: Backends | None,
-        open_keyring: OpenKeyring,
-        *,
-        cache: Caches = Caches(),
-        keyring_pause: float = _KEYRING_PAUSE,
-        before_use: Callable[[Keyring], Awaitable[None]] | None = None,
-        packing: Packing = Packing(),
-    ) -> None:
-        self._cache = cache
-        self._packing = packing
-        self.executors = executors
-        self._backends = backends
-        self._open_keyring = open_keyring
+    executors: Executors
+    _backends: Backends | None
+    _open_keyring: OpenKeyring
+    _: KW_ONLY
+    cache: Caches = Caches()
+    keyring_pause: float = _KEYRING_PAUSE
+    before_use: Callable[[Keyring], Awaitable[None]] | None = None
+    packing: Packing = Packing()
+
+    def __post_init__(self) -> None:
         self._opened: _OpenState | None = None
-        self._keyring_pause = keyring_pause
-        self._before_use = before_use
         self._locks = LoopLocks()
         # `reread_keyring` raises this error until `_retry_at`.
         self._rejected: SecureSessionError | None = None
@@ -441,7 +434,7 @@ class OperationRunner:
     ) -> Identity:
         """Return the ids together with their tags (blind indexes)."""
         # The tags stay the same when caches expire: `run` empties those.
-        opened = None if self._before_use else self._opened
+        opened = None if self.before_use else self._opened
         if opened is None:
             opened = await self._ensure_open()
         ids = (app_name, user_id, session_id, is_collection)
@@ -492,7 +485,7 @@ class OperationRunner:
                 accepts_changed_keyring=accepts_changed_keyring,
                 uses_cache=not needs_fresh_keys,
                 stored_earlier=new_key_ids,
-                packing=self._packing,
+                packing=self.packing,
             )
             source = KeySource.CACHE
             if needs_fresh_keys:
@@ -594,7 +587,7 @@ class OperationRunner:
             old, again = key_cache.keyring, rereads > 0
             rows = await self.read_data_keys(tags)
             staged = StagedKeys(
-                key_cache, accepts_changed_keyring=again, uses_cache=False, packing=self._packing
+                key_cache, accepts_changed_keyring=again, uses_cache=False, packing=self.packing
             )
             with suppress(StaleKeyring):
                 staged.load(rows.data_keys, rows.master_fingerprints)
@@ -619,13 +612,13 @@ class OperationRunner:
             try:
                 renewed = await retried(lambda: self._open_keyring(old))
             except SecureSessionError as error:
-                self._rejected, self._retry_at = error, time.monotonic() + self._keyring_pause
+                self._rejected, self._retry_at = error, time.monotonic() + self.keyring_pause
                 raise
             finally:
                 old.is_being_renewed = False
             if renewed.pending:
                 paused = old.pending and not old.retry_is_due
-                again = time.monotonic() + self._keyring_pause
+                again = time.monotonic() + self.keyring_pause
                 renewed.retry_at = old.retry_at if paused else again
             key_cache.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
@@ -641,8 +634,8 @@ class OperationRunner:
         elif time.monotonic() >= opened.expires:
             self._opened = opened = self._with_empty_caches(opened.key_cache.keyring)
         self._start_timer(opened)
-        if self._before_use is not None:
-            await self._before_use(opened.key_cache.keyring)
+        if self.before_use is not None:
+            await self.before_use(opened.key_cache.keyring)
         return opened
 
     def _start_timer(self, opened: _OpenState) -> None:
@@ -674,11 +667,11 @@ class OperationRunner:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         writer_id = self.backends.writer.backend_id
         return _OpenState(
-            KeyCache(keyring, self.backends.by_id, writer_id, self._cache.data_keys),
-            RowCache(self._cache.sessions, self._cache.events),
-            Lru(self._cache.sessions),
+            KeyCache(keyring, self.backends.by_id, writer_id, self.cache.data_keys),
+            RowCache(self.cache.sessions, self.cache.events),
+            Lru(self.cache.sessions),
             {},
-            time.monotonic() + self._cache.seconds,
+            time.monotonic() + self.cache.seconds,
             WeakKeyDictionary(),
         )
 

@@ -12,6 +12,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -410,14 +411,12 @@ EVENTS = SealedColumn("event", EventRow, events, "", ids=3)
 SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class locating_errors:  # noqa: N801 - used like a function: `with locating_errors(...)`
     """A context manager that adds the table and the row to a `DecryptionError` in its block."""
 
-    __slots__ = ("_row", "_table")
-
-    def __init__(self, table: str, row: object) -> None:
-        self._table = table
-        self._row = row
+    _table: str
+    _row: object
 
     def __enter__(self) -> None:
         pass
