@@ -15,6 +15,7 @@ import binascii
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 
 from cryptography.fernet import Fernet, InvalidToken
@@ -139,7 +140,9 @@ class Package1xKeys(HoldsSecrets):
         data = key.encode() if isinstance(key, str) else key
         if not data:
             raise ConfigurationError("a key of adk-secure-sessions 1.x is empty")
-        raw = [data, _from_hex(data)]
+        raw = [data]
+        with suppress(ValueError):
+            raw.append(bytes.fromhex(data.decode("ascii")))
         try:
             # Distinguish a Fernet key from a passphrase as 1.x does: any text that base64 decodes
             # to 32 bytes is a Fernet key.
@@ -168,10 +171,3 @@ def _derived(passphrase: bytes, iterations: int) -> bytes:
 
 def _fernet(key: bytes) -> _Decrypt:
     return Fernet(urlsafe_b64encode(key)).decrypt
-
-
-def _from_hex(data: bytes) -> bytes:
-    try:
-        return bytes.fromhex(data.decode("ascii"))
-    except ValueError:
-        return b""

@@ -583,21 +583,12 @@ class QueryRows:
             self.apps, self.users, witness_rows, self.sessions, snapshots, self.events,
             self.data_keys, self.master_fingerprints, migrated_rows, self.indexed,
         ) = kinds  # fmt: skip
+        self.app: AppRow | None = self.apps[0] if self.apps else None
+        self.user: UserRow | None = self.users[0] if self.users else None
+        self.session: SessionRow | None = self.sessions[0] if self.sessions else None
         self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
         self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}
-
-    @property
-    def app(self) -> AppRow | None:
-        return self.apps[0] if self.apps else None
-
-    @property
-    def user(self) -> UserRow | None:
-        return self.users[0] if self.users else None
-
-    @property
-    def session(self) -> SessionRow | None:
-        return self.sessions[0] if self.sessions else None
 
 
 # Query for data keys only; its columns are the fields of DataKeyRow.
