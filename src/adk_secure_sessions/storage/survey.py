@@ -70,6 +70,7 @@ SEPARATION_FORM: re.Pattern[str] = re.compile(
     r"(?P<mac>[0-9a-f]{32})"
 )
 _ID = re.compile("[0-9a-f]{32}")
+_NO_ID = "secure_meta has no valid database id: restore that table from a backup"
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
@@ -140,12 +141,12 @@ class Survey(NamedTuple):
 
     @property
     def database_id(self) -> bytes | None:
-        """The random id of the database; None if it is new, ValueError if it is malformed."""
+        """The random id of the database; None if it is new; ConfigurationError if malformed."""
         text = self.meta_rows.get(meta.DATABASE_ID)
         if text is None:
             return None
         if not isinstance(text, str) or not _ID.fullmatch(text):
-            raise ValueError("not a database id")
+            raise ConfigurationError(_NO_ID)
         return bytes.fromhex(text)
 
     @property
@@ -374,14 +375,8 @@ def require_usable(survey: Survey, table_set: TableSet, create_tables: bool) -> 
         return
     if missing:
         raise ConfigurationError(f"the table {min(missing)} was removed: restore it from a backup")
-    try:
-        if survey.database_id is not None:
-            return
-    except ValueError:
-        pass
-    raise ConfigurationError(
-        "secure_meta has no valid database id: restore that table from a backup"
-    )
+    if survey.database_id is None:
+        raise ConfigurationError(_NO_ID)
 
 
 _KEY_DB = "key_db_url (--key-db or --from-key-db)"
