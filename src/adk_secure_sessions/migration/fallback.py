@@ -443,13 +443,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return False
         content = _readable(contents[session])
         result = await self._imports.import_session(
-            *ids,
-            state=content.state,
-            events=content.events,
-            created_at=content.created_at,
-            updated_at=content.updated_at,
-            expires_at=content.expires_at,
-            source_etag=session.etag,
+            *ids, **content._asdict(), source_etag=session.etag
         )
         self.copied_sessions += result is ImportStatus.NEW
         return True

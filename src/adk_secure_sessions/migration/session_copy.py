@@ -236,13 +236,9 @@ class _MigrationRun:
             return item.status
         return await self.target.imports.import_session(
             *item.session.ids,
-            state=content.state,
-            events=content.events,
-            created_at=content.created_at,
-            updated_at=content.updated_at,
+            **content._asdict(),
             source_etag=item.session.etag,
             replace=is_older,
-            expires_at=content.expires_at,
         )
 
     def _report_if_conflict(self, item: SourceItem[Any], status: ImportStatus) -> bool:

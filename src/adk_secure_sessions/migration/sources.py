@@ -57,7 +57,9 @@ class SourceSession(NamedTuple):
 
 
 class SessionContent(NamedTuple):
-    """The content of a session in a source; all times are microseconds since 1970, UTC.
+    """The content of a session in a source, as `Imports.import_session` takes it.
+
+    All times are microseconds since 1970, UTC.
 
     Attributes:
         state: The JSON of the session's own state, without the states of its app and its user.
