@@ -199,9 +199,8 @@ async def test_error_of_a_deletion_is_logged_and_not_raised(
 ) -> None:
     async with expiring(url) as service:
         await service.create_session(**WHO, expires_after=HOUR)
-        await service._runner.run_on_data(
-            lambda c: c.execute(sa.text("DELETE FROM secure_witnesses"))
-        )
+        deletion = sa.text("DELETE FROM secure_witnesses")
+        await service._runner.run_on_data(lambda connection: connection.execute(deletion))
     later(2 * HOUR)
     async with expiring(url) as service:
         with caplog.at_level(logging.WARNING, "adk_secure_sessions"):

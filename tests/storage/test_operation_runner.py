@@ -636,9 +636,8 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
         rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},
     )
     keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
-    runner = OperationRunner(
-        one_database()[0], backends(), keyrings, cache=CACHES, keyring_pause=0.1
-    )
+    executors, _ = one_database()
+    runner = OperationRunner(executors, backends(), keyrings, cache=CACHES, keyring_pause=0.1)
     await runner.run(Scripted(StaleKeyring(), "done"))
     assert (await runner.keyring()) is waiting
     stored = [*fingerprints(first), MasterFingerprint(77, 0, b"")]
