@@ -291,8 +291,3 @@ def test_no_state_has_three_empty_scopes() -> None:
 
 def test_bytes_beside_a_value_without_json_form_are_text() -> None:
     assert load_state(encode_state({"a": b"x", "b": print}))["a"] == "x"
-
-
-def test_error_calls_a_state_by_its_name() -> None:
-    with pytest.raises(DecryptionError, match=r"^the state is not a JSON object"):
-        load_state(b"[]")
