@@ -8,7 +8,6 @@ import asyncio
 import gc
 import os
 import pickle
-import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from google.genai import types
 from adk_secure_sessions import AesGcmBackend, Caches, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
-from adk_secure_sessions.maintenance import Database, erase_user, rotate_data
+from adk_secure_sessions.maintenance import Database, rotate_data
 from adk_secure_sessions.storage.features.imports import Imports, SourceEvent
 from tests.attacks.needles import locals_of
 from tests.faults import Point, with_faults
@@ -214,41 +213,6 @@ async def test_known_events_stay_known_after_they_were_reencrypted(tmp_path: Pat
         assert texts(await get(service)) == ids(*range(21))
 
 
-async def test_readers_in_one_loop_see_beginnings_of_the_history(tmp_path: Path) -> None:
-    """While others append, delete and create the session again."""
-    async with (
-        service_on(tmp_path) as service,
-        service_on(tmp_path, cache=Caches(events=100_000)) as other,
-    ):
-        await service.create_session(**WHO)
-        ended = False
-        seen = 0
-
-        async def read() -> None:
-            nonlocal seen
-            while not ended:
-                found = await service.get_session(**WHO)
-                if found is not None and found.events:
-                    start = int(found.events[0].id[1:])
-                    assert start % 1000 == 0
-                    assert texts(found) == ids(*range(start, start + len(found.events)))
-                    seen += 1
-                await asyncio.sleep(0)
-
-        async def write() -> None:
-            nonlocal ended
-            try:
-                for epoch in range(0, 3000, 1000):
-                    await converse(random.choice((service, other)), epoch, 40)
-                    await other.delete_session(**WHO)
-                    await other.create_session(**WHO)
-            finally:
-                ended = True
-
-        await asyncio.gather(write(), *(read() for _ in range(4)))
-        assert seen > 10
-
-
 # --- what is in memory, and how long -------------------------------------------------------------
 
 
@@ -296,28 +260,6 @@ async def test_expired_session_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
         now = time.time_ns
         monkeypatch.setattr(time, "time_ns", lambda: now() + 60_000 * 86400 * 10**9)
         assert await service.get_session(**WHO) is None
-        assert cached(service) == 0
-
-
-async def test_events_of_a_user_erased_in_this_process_are_not_kept(tmp_path: Path) -> None:
-    async with service_on(tmp_path) as service:
-        await filled(service)
-        async with Database(f"sqlite:///{tmp_path}/s.db", AesGcmBackend(KEY)) as database:
-            await erase_user(database, APP, USER)
-        assert cached(service) == 0
-        assert await service.get_session(**WHO) is None
-
-
-async def test_events_are_not_kept_longer_than_the_cache_time(tmp_path: Path) -> None:
-    """Even if the service is idle: another process may have erased the user."""
-    async with service_on(tmp_path, cache=Caches(events=SIZE, seconds=0.3)) as service:
-        await service.create_session(**WHO)
-        await converse(service, 0, 5)
-        await get(service)
-        for _ in range(100):
-            if not cached(service):
-                break
-            await asyncio.sleep(0.02)
         assert cached(service) == 0
 
 

@@ -15,7 +15,7 @@ from adk_secure_sessions import (
     TamperedError,
 )
 from adk_secure_sessions.formats.events import encode_item
-from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
+from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from tests.attacks.needles import files_of, found_in, locals_of, needle
 from tests.integrations.memory_support import (
@@ -237,31 +237,3 @@ async def test_file_holds_no_word_and_no_id(file_url: str, tmp_path: Path) -> No
 
 
 # --- the rest of the package ---------------------------------------------------------------------
-
-
-async def test_erasing_a_user_erases_the_memory(url: str, place: sa.URL) -> None:
-    async with EncryptedSessionService(url, BACKEND) as sessions:
-        memory = ours(sessions)
-        await add(memory, text_event("cat"))
-        await add(memory, text_event("cat"), user="bob")
-        assert await found(memory, "cat") == ["cat"]
-        async with Database(url, BACKEND) as db:
-            await erase_user(db, APP, USER)
-            assert (await verify(db)).bad == 0
-        assert await found(memory, "cat") == []
-        assert await found(memory, "cat", "bob") == ["cat"]
-        await add(memory, text_event("new cat"))
-        assert await found(memory, "cat") == ["new cat"]
-
-
-async def test_rotation_and_retirement_include_the_memory(url: str, place: sa.URL) -> None:
-    await fill_and_forget(url, place)
-    async with Database(url, BACKEND) as db:
-        assert (await rotate_data(db)).left == 0
-        assert (await retire(db)).data_keys >= 2
-        assert (await verify(db)).bad == 0
-    async with EncryptedSessionService(url, BACKEND) as sessions:
-        memory = ours(sessions)
-        assert await found(memory, "cat") == ["cat 0", "cat 2", "cat 3"]
-        await add(memory, text_event("cat"))
-        assert await found(memory, "cat") == ["cat"]

@@ -160,21 +160,6 @@ async def test_another_backend_stores_the_next_generation_in_the_key_database(pa
         await first.append_event(found, event(n=2))
 
 
-async def test_users_whose_keys_were_removed_are_rejected_and_get_no_new_ones(pair: Pair) -> None:
-    async with pair.service() as service:
-        await create(service)
-        await create(service, "bob")
-    async with pair.service() as service:
-        ada = "(SELECT tag FROM secure_users ORDER BY id LIMIT 1)"
-        ((tag,),) = query(pair.data, ada[1:-1])
-        assert run_sql(pair.keys, "DELETE FROM secure_data_keys WHERE owner = :tag", tag=tag) == 1
-        for call in (find(service), create(service, name="another")):
-            with pytest.raises(UnknownKeyError):
-                await call
-        assert await find(service, "bob") is not None
-    assert count(pair.keys, "secure_data_keys") == 2
-
-
 def create_one(say: Say, urls: dict[str, Any], name: str) -> None:
     async def main() -> None:
         async with EncryptedSessionService(**urls, backend=AesGcmBackend(KEY)) as service:

@@ -577,25 +577,6 @@ async def test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged(
     assert bytes(found[0][0]) == modified
 
 
-async def test_data_key_that_cannot_be_unwrapped_is_reported_and_left_unchanged(
-    url: str, place: sa.URL
-) -> None:
-    await filled(url)
-    (key, *_) = query(place, "SELECT id, wrapped FROM secure_data_keys ORDER BY id")
-    modified = bytes(key[1][:-1]) + bytes([key[1][-1] ^ 1])
-    run_sql(place, "UPDATE secure_data_keys SET wrapped = :w WHERE id = :i", w=modified, i=key[0])
-    async with Database(url, AES) as db:
-        done = await rotate_master(db)
-        assert (done.rotated, done.left, done.bad) == (2, 1, 1)
-        assert [(one.table, one.row) for one in done.problems] == [
-            ("secure_data_keys", str(key[0]))
-        ]
-        with contextlib.suppress(TamperedError):  # if it is the key of a user with sessions
-            assert (await retire(db)).master_ids == ()
-    found = query(place, f"SELECT wrapped FROM secure_data_keys WHERE id = {key[0]}")
-    assert bytes(found[0][0]) == modified
-
-
 async def renew_keys(db: Database) -> None:
     """Give each app and user a new data key, as a rotation does first; re-encrypt nothing else."""
     identity, now = await db.runner.identify(APP), time.time_ns() // 1000
@@ -605,14 +586,9 @@ async def renew_keys(db: Database) -> None:
 
 
 HIDING = [
-    # The headers name the new key: no record seems to be under the key that is needed.
-    ("secure_events", "UPDATE secure_events SET event = :header || substr(event, 14)"),
-    ("secure_bases", "UPDATE secure_bases SET state = :header || substr(state, 14)"),
-    ("secure_sessions", "UPDATE secure_sessions SET state = :header || substr(state, 14)"),
     ("secure_events", "DELETE FROM secure_events"),
     ("secure_events", "DELETE FROM secure_events WHERE seq > 0"),
     ("secure_bases", "DELETE FROM secure_bases"),
-    ("secure_sessions", "UPDATE secure_sessions SET user_row = 7"),
     ("secure_sessions", "DELETE FROM secure_sessions"),
     ("secure_users", "DELETE FROM secure_users"),
     ("secure_users", "UPDATE secure_users SET state = 'not a record'"),
@@ -632,9 +608,8 @@ async def test_rows_that_were_hidden_from_retire_can_be_read_when_they_are_back(
     for number, (table, statement) in enumerate(HIDING):
         file = shutil.copy(tmp_path / "sessions.db", tmp_path / f"{number}.db")
         url, place = f"sqlite:///{file}", sa.URL.create("sqlite", database=str(file))
-        ((header,),) = query(place, "SELECT substr(state, 1, 13) FROM secure_users")
         run_sql(place, f"CREATE TABLE original AS SELECT * FROM {table}")
-        run_sql(place, statement, **({"header": header} if ":header" in statement else {}))
+        run_sql(place, statement)
         with contextlib.suppress(TamperedError):  # if a row belongs to no other any more
             async with Database(url, AES) as db:
                 assert (await retire(db)).kept > 0, statement
@@ -688,14 +663,7 @@ async def test_retire_opens_the_keyring_first(file_url: str, tmp_path: Path) -> 
     ("statement", "table"),
     [
         ("UPDATE secure_events SET time = 'x' WHERE seq = 1", "secure_events"),
-        ("UPDATE secure_events SET event = 'x' WHERE seq = 1", "secure_events"),
         ("UPDATE secure_bases SET state = 7", "secure_bases"),
-        (
-            "UPDATE secure_witnesses SET seal = 'x' WHERE tag IN "
-            "(SELECT tag FROM secure_sessions LIMIT 1)",
-            "secure_witnesses",
-        ),
-        ("UPDATE secure_bases SET revision = 'x'", "secure_bases"),
         (
             "UPDATE secure_witnesses SET number = 'x' WHERE tag IN "
             "(SELECT tag FROM secure_sessions LIMIT 1)",

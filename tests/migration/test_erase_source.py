@@ -197,18 +197,6 @@ _SERVERS_LATER = pytest.mark.parametrize(
 )
 
 
-@_SERVERS_LATER
-async def test_nothing_is_deleted_unless_both_sides_are_equal(
-    source_url: str, target_url: str
-) -> None:
-    await fill(source_url)
-    await copied(source_url, target_url)
-    await write_more(source_url, "ada", "s1")
-    done = await erased(source_url, target_url)
-    assert (done.sessions, done.comparison.different, done.succeeded) == (0, 1, False)
-    assert rows(source_url) == [6, 19, 1, 2]
-
-
 async def erased_with_a_write_after_the_comparison(
     source_url: str, target_url: str, write: Callable[[], Awaitable[object]]
 ) -> SourceErasure:

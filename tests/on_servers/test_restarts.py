@@ -74,18 +74,6 @@ def restart(server: servers.Server) -> None:
     server.start()
 
 
-async def test_server_restarted_between_operations_disturbs_nobody(
-    service: BaseSessionService, server: servers.Server
-) -> None:
-    session = await create(service)
-    await together(*(reload(service, session) for _ in range(5)))
-    await asyncio.to_thread(restart, server)
-    assert await reload(service, session) == session
-    await asyncio.to_thread(restart, server)
-    await service.append_event(session, event("text", delta={"k": 1, "user:k": 1}))
-    assert await reload(service, session) == session
-
-
 async def test_server_restarted_during_operations_loses_nothing_and_stores_nothing_twice(
     service: BaseSessionService, server: servers.Server, url: URL, record: Record
 ) -> None:

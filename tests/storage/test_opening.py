@@ -14,12 +14,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend, NoOpBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.db.protocol import Executors
-from adk_secure_sessions.errors import (
-    ConfigurationError,
-    DatabaseError,
-    SecureSessionError,
-    WrongKeyError,
-)
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.storage import opening, schema
 from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
@@ -322,13 +317,6 @@ async def test_process_that_is_second_replaces_nothing_that_the_first_has_stored
     with pytest.raises(sa.exc.IntegrityError):
         await open_database(executors(database), backends(), create_tables=True)
     assert len(database.survey().keyring) == 2
-
-
-async def test_running_service_rejects_a_feature_list_that_was_modified(database: InMemory) -> None:
-    known = await open_database(executors(database), backends(), create_tables=True)
-    database.run_sql(f"UPDATE secure_meta SET value = '{FEATURES}' WHERE name = 'features'")
-    with pytest.raises(WrongKeyError, match=r"row `features` .* tampered with"):
-        await open_existing(executors(database), backends(), known)
 
 
 # --- plaintext -----------------------------------------------------------------------------------
