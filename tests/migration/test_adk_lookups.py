@@ -106,6 +106,7 @@ async def test_id_that_differs_is_not_found(adk: DatabaseSessionService, source:
         assert await source.find(APP, odd, "visit") is None
         assert await source.find(odd, "visit", "visit") is None
         assert await listed(source, odd) == {}
+        assert await source.count(Selection(odd)) == 0
         if odd.strip().lower() != "visit":  # there, google-adk uses the row of `visit`
             assert await source.state(APP, odd) is None
             assert await source.state(odd) is None

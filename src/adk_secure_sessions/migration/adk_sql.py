@@ -273,8 +273,6 @@ class AdkQueries:
         self, connection: sa.Connection, key: Sequence[str], after: RowKey | None = None
     ) -> AdkPage[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
-        if not can_store(self.dialect, *key):
-            return [], None
         pairs = zip(_SESSION_KEY, key, strict=False)
         named = [is_name(self.dialect, column, name) for column, name in pairs]
         sessions, position = self._sessions(
@@ -458,6 +456,8 @@ class AdkQueries:
 
 def is_name(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.ColumnElement[bool]:
     """Return the condition that *column* is *name*, also if its collation ignores differences."""
+    if not can_store(dialect, name):
+        return sa.false()
     is_equal = column == name
     if dialect not in _MYSQL:
         return is_equal

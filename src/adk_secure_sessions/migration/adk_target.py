@@ -181,11 +181,8 @@ class AdkTarget(ClosedByWith):
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         given = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))
-        named = [(column, name) for column, name in given if name is not None]
-        if not can_store(self._dialect, *(name for _, name in named)):
-            return 0
-        query = sa.select(sa.func.count()).select_from(SESSIONS)
-        query = query.where(*(is_name(self._dialect, *pair) for pair in named))
+        named = [is_name(self._dialect, column, name) for column, name in given if name is not None]
+        query = sa.select(sa.func.count()).select_from(SESSIONS).where(*named)
         return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
 
     # --- conversion ------------------------------------------------------------------------------

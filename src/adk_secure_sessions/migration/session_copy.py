@@ -228,7 +228,6 @@ class _MigrationRun:
         await self.meter.advance()
 
     async def _import(self, item: SessionItem, content: SessionContent) -> ImportStatus:
-        assert item.session is not None
         is_older = item.status is ImportStatus.OLDER
         if is_older and self.is_erased and not await self._may_replace_copy(item, content):
             return ImportStatus.CONFLICT

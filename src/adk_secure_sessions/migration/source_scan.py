@@ -45,18 +45,21 @@ class SourceItem(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
 
     *tag* is empty if the target has no keys, or if the ids cannot be decrypted.  *content* is None
-    if it was not read; that of a state is JSON.  *copied_events* counts events copied earlier.
+    if it was not read; that of a state is JSON.
     """
 
     ids: Ids
     tag: bytes = b""
     status: ImportStatus = ImportStatus.NEW
     content: C | Unreadable | None = None
-    session: SourceSession | None = None
-    copied_events: int = 0
 
 
-SessionItem = SourceItem[SessionContent]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionItem(SourceItem[SessionContent]):
+    session: SourceSession
+    copied_events: int = 0  # earlier
+
+
 StateItem = SourceItem[bytes]
 
 
@@ -115,7 +118,6 @@ class SourceScan:
 
     async def read_again(self, item: SessionItem) -> SessionItem | None:
         """Return *item* with its present status and content; None if the source deleted it."""
-        assert item.session is not None
         filled = await self._with_contents(await self._session_items([item.session]))
         return filled[0] if filled else None
 
@@ -193,7 +195,7 @@ class SourceScan:
 
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index is None:
-            return [SourceItem(session.ids, session=session) for session in listed]
+            return [SessionItem(session.ids, session=session) for session in listed]
         imports, read = self.target.imports, self.target.runner.read
         known = [session for session in listed if session.has_ids]
         copies = await imports.rows_for([session.ids for session in known])
@@ -211,7 +213,8 @@ class SourceScan:
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
-            items.append(SourceItem(session.ids, tag, status, None, session, number))
+            item = SessionItem(session.ids, tag, status, session=session, copied_events=number)
+            items.append(item)
         return items
 
     async def _state_items(self, states: States) -> list[StateItem]:
@@ -227,14 +230,14 @@ class SourceScan:
         return items
 
     async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:
-        contents = await self.source.read([item.session for item in items if item.session])
+        contents = await self.source.read([item.session for item in items])
         filled = []
         for item in items:
-            content = item.session and contents.get(item.session)
-            if content is not None:
-                filled.append(replace(item, content=content))
-            elif item.session is not None:
+            content = contents.get(item.session)
+            if content is None:
                 self._unread.add(item.session)
+            else:
+                filled.append(replace(item, content=content))
         return filled
 
 
