@@ -23,6 +23,7 @@ from tests.cli.support import commands
 # The functions to which each command passes `**options`.
 FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "status": [maintenance.status],
+    "verify": [maintenance.verify, maintenance.verify_audit],
     "rotate root": [maintenance.rotate_root],
     "debug lookup": [maintenance.lookup],
     "debug inspect": [maintenance.record_headers],

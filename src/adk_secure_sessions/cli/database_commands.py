@@ -142,7 +142,7 @@ def verify(
     only: str | None,
     heads: Sequence[str],
     store: ArtifactStore | None,
-    rows_per_second: float | None,
+    **options: Any,
 ) -> None:
     """Decrypt every record, and name the rows that were modified, moved, removed or added.
 
@@ -169,16 +169,12 @@ def verify(
         }
         if only in (None, "rows"):
             with progress("verify") as report:
-                work = maintenance.verify(db, progress=report, rows_per_second=rows_per_second)
-                results["rows"] = call(work)
+                results["rows"] = call(maintenance.verify(db, progress=report, **options))
             print_lines(results["rows"])
         if only == "trail" or heads or (only is None and call(db.keyring()).has_audit_table):
             with progress("verify", "records") as report:
-                results["trail"] = call(
-                    maintenance.verify_audit(
-                        db, logs, progress=report, rows_per_second=rows_per_second
-                    )
-                )
+                work = maintenance.verify_audit(db, logs, progress=report, **options)
+                results["trail"] = call(work)
             print_lines(results["trail"])
             if not heads:
                 notes = ["without --heads, it is not detected that last records were removed"]

@@ -85,7 +85,7 @@ def status_lines(result: maintenance.Status) -> Iterator[str]:
         yield f"audit trail: {_audit_trail(result.audit_trail)}"
 
 
-def rotation_notes(
+def of_rotation(
     result: maintenance.MasterRotation | maintenance.DataRotation, dry_run: bool
 ) -> Iterator[str]:
     if dry_run:
@@ -110,7 +110,7 @@ def rotation_notes(
         yield "next: `retire` deletes the keys that were replaced"
 
 
-def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
+def of_retirement(result: maintenance.Retirement) -> Iterator[str]:
     from adk_secure_sessions.storage.schema import data_keys, keyring
 
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
@@ -124,7 +124,7 @@ def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
         yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
 
 
-def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
+def of_erasure(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
     if not result.rows:
         yield "there is no such user" if result.has_app else "there is no such app"
     elif result.missing:
@@ -138,7 +138,7 @@ def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
         yield "the source of the migration may still contain the user: delete the user there, too"
 
 
-def separation_notes(result: maintenance.Separation) -> Iterator[str]:
+def of_separation(result: maintenance.Separation) -> Iterator[str]:
     if result.complete:
         yield f"the copy has the id {result.database_id} and keys of its own: services can start"
     else:
@@ -148,7 +148,7 @@ def separation_notes(result: maintenance.Separation) -> Iterator[str]:
         )
 
 
-def key_move_notes(result: maintenance.KeyMove) -> Iterator[str]:
+def of_key_move(result: maintenance.KeyMove) -> Iterator[str]:
     if result.to == "key-db":
         yield "the key database has the keys: start services with key_db_url"
     else:

@@ -96,7 +96,6 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
     Loading an artifact detects them.
 
     Args:
-        db: The database, with every backend whose records it may hold.
         store: The store of the contents: a path, or an `ArtifactStore`.
 
     Raises:
@@ -178,12 +177,10 @@ async def purge_blobs(
     it cannot read the store's clock, and uses that of this machine.
 
     Args:
-        db: The database, with every backend whose records it may hold.
         store: The store of the contents: a path, or an `ArtifactStore`.
         older_than: The minimum age of a mark, at least 48 hours.  It must be longer than the time
             between two runs on each database that uses this store, and longer than the age of the
             oldest backup that you would restore.
-        dry_run: Count the blobs, but write nothing.
 
     Raises:
         ConfigurationError: The store or the database cannot be used, or *older_than* is too short.

@@ -57,12 +57,7 @@ async def rotate_data_and_blobs(
     contents that are missing or have another length.
 
     Args:
-        db: The database, with every backend whose records it may have.
         store: The store of the contents: a path, or an `ArtifactStore`.
-        dry_run: Count the records and contents that would be re-encrypted, but write nothing.
-        restart: Begin a new rotation even if another one is unfinished.
-        progress: Called with the number of rows processed and the number of all rows.
-        rows_per_second: The maximum number of rows to process per second.
 
     Raises:
         ArtifactStoreError: The store failed.  The next run continues.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -49,8 +49,6 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-
-R = TypeVar("R", bound=tuple[Any, ...])
 
 _APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
 # One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
@@ -210,7 +208,7 @@ async def _records_of_sessions(
                 known = [row for row in sized if row[0] in ids_of]
                 for group in grouped(known, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [row[:-1] for row in group]
-                    rows: list[Any] = await _rows_with_primary_keys(db, column, keys)
+                    rows = await _rows_with_primary_keys(db, column, keys)
                     yield [_EncryptedRecord(column, row, ids_of[row[0]]) for row in rows]
 
 
@@ -222,9 +220,9 @@ async def _witnesses(
 
 
 async def _rows_with_primary_keys(
-    db: Database, column: SealedColumn[R], keys: Sequence[tuple[Any, ...]]
-) -> list[R]:
-    rows: list[R] = []
+    db: Database, column: SealedColumn[Any], keys: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    rows: list[Any] = []
     for start in range(0, len(keys), _GROUP_SIZE):
         part = list(keys[start : start + _GROUP_SIZE])
         # The statement always has `_GROUP_SIZE` keys, so repeat the first key.

@@ -113,8 +113,6 @@ async def erase_user(
     migration.  On PostgreSQL, storing the tombstone waits until running imports have ended.
 
     Args:
-        app_name: The app's name.
-        user_id: The user's id in ADK.
         rewrite: Rewrite the table of data keys (SQLite: the whole file), so that its free space
             contains no copy of the keys.  Services wait until the table is rewritten.
 
@@ -239,7 +237,12 @@ class _Deletion:
 
     def _pass(self) -> None:
         if self.of_keys:
-            self._find_keys()
+            self._require_keyring()
+            c = data_keys.c
+            query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
+            for backend_id, key_id in self.connection.execute(query):
+                if backend_id in range(256):  # a header has one byte for the backend id
+                    self.headers.add(build_header(backend_id, key_id))
         if self.of_rows:
             self._delete_rows()
         if self.of_keys:
@@ -253,14 +256,6 @@ class _Deletion:
         counting.dry_run, counting.counts = True, Counter()
         counting._pass()
         return counting.counts.total()
-
-    def _find_keys(self) -> None:
-        self._require_keyring()
-        c = data_keys.c
-        query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
-        for backend_id, key_id in self.connection.execute(query):
-            if backend_id in range(256):  # a header has one byte for the backend id
-                self.headers.add(build_header(backend_id, key_id))
 
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.

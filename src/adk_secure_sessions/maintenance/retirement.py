@@ -394,14 +394,10 @@ def _retire_masters(
     counts = {start: int(number) for start, number in connection.execute(by_header)}
     expected = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
     unknown = sum(number for header, number in counts.items() if header not in expected)
-    kept, unused = [], []
-    for row in older:
-        now = counts.get(build_header(WRAP_BACKEND_ID, row.id), 0)
-        number = max(now, wrapped[row.id]) + unknown
-        if number:
-            kept.append(KeptKey(keyring_table.name, row.id, ((data_keys.name, number),)))
-        else:
-            unused.append(row)
+    now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
+    uses = [(row, max(now[row.id], wrapped[row.id]) + unknown) for row in older]
+    kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
+    unused = [row for row, number in uses if not number]
     if unused and not dry_run:
         ids = [row.id for row in unused]
         connection.execute(sa.delete(keyring_table).where(keyring_table.c.id.in_(ids)))

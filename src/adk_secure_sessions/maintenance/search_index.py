@@ -125,10 +125,6 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     Restart all services without these keys in `indexed_state_keys` before.  A service that was not
     restarted stores rows again.
 
-    Args:
-        app_name: The app.
-        keys: Keys of the state.
-
     Raises:
         ConfigurationError: A key cannot be indexed.
     """
