@@ -14,7 +14,7 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -151,6 +151,7 @@ class KeyCache(HoldsSecrets):
         return all(map(self.by_owner.get, owner_tags))
 
 
+@dataclass(eq=False, repr=False)
 class StagedKeys:
     """The data keys that one transaction uses.
 
@@ -167,22 +168,16 @@ class StagedKeys:
     uses no cached data keys, because one may have been deleted since it was cached.
     """
 
-    def __init__(
-        self,
-        key_cache: KeyCache,
-        *,
-        accepts_changed_keyring: bool = True,
-        uses_cache: bool = True,
-        stored_earlier: Collection[int] = (),
-        packing: Packing = Packing(),
-    ) -> None:
-        # The ids of data keys that earlier attempts of this operation have stored in a key
-        # database.  The owners' rows do not name these data keys yet.
-        self.stored_earlier: Collection[int] = stored_earlier
-        self.packing: Packing = packing
-        self._key_cache = key_cache
-        self._uses_cache = uses_cache
-        self._accepts_changed_keyring = accepts_changed_keyring
+    _key_cache: KeyCache
+    _: KW_ONLY
+    accepts_changed_keyring: bool = True
+    uses_cache: bool = True
+    # The ids of data keys that earlier attempts of this operation have stored in a key database.
+    # The owners' rows do not name these data keys yet.
+    stored_earlier: Collection[int] = ()
+    packing: Packing = Packing()
+
+    def __post_init__(self) -> None:
         self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
         # The data keys that this transaction has taken from the cache.  During the transaction, the
         # cache may remove or replace them, but the transaction continues to use these data keys.
@@ -217,7 +212,7 @@ class StagedKeys:
         keyring and *accepts_changed_keyring* is False, raise StaleKeyring.
         """
         keyring_has_changed = not self._key_cache.keyring.matches(fingerprints)
-        if keyring_has_changed and not self._accepts_changed_keyring:
+        if keyring_has_changed and not self.accepts_changed_keyring:
             raise StaleKeyring
         by_owner: dict[bytes, dict[int, DataKey | None]] = {}
         newest: dict[bytes, int] = {}
@@ -442,7 +437,7 @@ class StagedKeys:
     def _keys_of(self, owner_tag: bytes) -> OwnerKeys | None:
         """Return the owner's data keys, with the current one that `set_candidate_ids` describes."""
         keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
-        if keys is None and self._uses_cache:
+        if keys is None and self.uses_cache:
             keys = self._key_cache.by_owner.get(owner_tag)
             if keys is not None:
                 self._cached[owner_tag] = keys
