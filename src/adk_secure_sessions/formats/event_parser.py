@@ -263,7 +263,10 @@ def _parsed(parse: Parser, data: bytes) -> Event | None:
 
 def _without_hooks(schema: dict[str, Any]) -> dict[str, Any]:
     """Remove `_IDLE_HOOKS` and calls of `Part.__init__`, and reject unknown fields of an event."""
-    while schema.get("type") == "function-before" and _is_idle(schema["function"]["function"]):
+    while schema.get("type") == "function-before":
+        hook = schema["function"]["function"]
+        if (hook.__module__, hook.__qualname__) not in _IDLE_HOOKS:
+            break
         schema = {**schema["schema"], **({"ref": schema["ref"]} if "ref" in schema else {})}
     if schema.get("type") == "model" and schema["cls"] is types.Part:
         schema = {**schema, "custom_init": False}
@@ -276,10 +279,6 @@ def _without_hooks(schema: dict[str, Any]) -> dict[str, Any]:
         # The faster parser must reject the values that google-genai would warn about.
         schema = {"type": "literal", "expected": schema["members"], "ref": schema["ref"]}
     return schema
-
-
-def _is_idle(hook: Any) -> bool:
-    return (hook.__module__, hook.__qualname__) in _IDLE_HOOKS
 
 
 def _samples(schema: Any, refs: dict[str, Any] | None = None, depth: int = _DEPTH) -> Iterator[Any]:

@@ -96,13 +96,6 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
         raise Conflict  # another process has changed the features since `take_survey` read them
 
 
-def _has_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> bool:
-    """Return whether the authenticated list of features contains *feature*; see `add_feature`."""
-    survey = take_survey(connection)
-    _check_list(survey, keyring)
-    return feature in survey.features
-
-
 def _check_list(survey: Survey, keyring: Keyring) -> None:
     if survey.meta_rows.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED)
@@ -210,5 +203,7 @@ class Feature:
         return False
 
     async def _is_listed(self, keyring: Keyring) -> bool:
-        work = partial(_has_feature, self._name, keyring)
-        return await self._runner.run_on_keys(work, commit=False)
+        """Return whether the authenticated list of features contains the feature."""
+        survey = await self._runner.run_on_keys(take_survey, commit=False)
+        _check_list(survey, keyring)
+        return self._name in survey.features

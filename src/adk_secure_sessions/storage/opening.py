@@ -6,7 +6,6 @@
 import logging
 import secrets
 from collections.abc import Sequence
-from functools import partial
 
 import sqlalchemy as sa
 
@@ -193,37 +192,31 @@ async def _create_missing(
     """Create missing tables and rows; return False if the database has changed from *expected*."""
     if table_set.value is not None:
         meta_rows = {**meta_rows, meta.HOLDS: table_set.value}
-    work = partial(_create_in_transaction, table_set, expected, meta_rows, fresh)
+
+    def create(connection: sa.Connection) -> bool:
+        with dialect_of(connection).exclusively(connection):
+            if take_survey(connection) != expected:
+                return False
+            if table_set.missing(expected) and not create_tables_of(table_set.tables, connection):
+                if take_survey(connection) == expected:
+                    raise ConfigurationError(
+                        "the database says that a table exists, but does not show it: check that "
+                        "no other table, index or type has the name of a table of this package, "
+                        "and that the account may see all tables"
+                    )
+                return False
+            # Insert the rows: `meta.put` would replace those of another process.  Where
+            # `exclusively` holds no lock, the other process may have created the database after
+            # `take_survey`.
+            if new := meta_rows.keys() - expected.meta_rows.keys():
+                rows = [{"name": name, "value": meta_rows[name]} for name in new]
+                connection.execute(sa.insert(schema.meta_table), rows)
+            if fresh:
+                connection.execute(sa.insert(keyring_table), [row._asdict() for row in fresh])
+        return True
+
     is_keys = table_set is TableSet.KEYS
-    return await run_while_opening(executor, work, commit=True, is_key_database=is_keys)
-
-
-def _create_in_transaction(
-    table_set: TableSet,
-    expected: Survey,
-    meta_rows: dict[str, str],
-    fresh: list[MasterKeyRow],
-    connection: sa.Connection,
-) -> bool:
-    with dialect_of(connection).exclusively(connection):
-        if take_survey(connection) != expected:
-            return False
-        if table_set.missing(expected) and not create_tables_of(table_set.tables, connection):
-            if take_survey(connection) == expected:
-                raise ConfigurationError(
-                    "the database says that a table exists, but does not show it: check that no "
-                    "other table, index or type has the name of a table of this package, and that "
-                    "the account may see all tables"
-                )
-            return False
-        # Insert the rows: `meta.put` would replace those of another process.  Where `exclusively`
-        # holds no lock, the other process may have created the database after `take_survey`.
-        if new := meta_rows.keys() - expected.meta_rows.keys():
-            rows = [{"name": name, "value": meta_rows[name]} for name in new]
-            connection.execute(sa.insert(schema.meta_table), rows)
-        if fresh:
-            connection.execute(sa.insert(keyring_table), [row._asdict() for row in fresh])
-    return True
+    return await run_while_opening(executor, create, commit=True, is_key_database=is_keys)
 
 
 def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> bool:

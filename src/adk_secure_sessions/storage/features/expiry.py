@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from operator import attrgetter
 
 import sqlalchemy as sa
@@ -82,9 +81,8 @@ class Expiry:
 
     async def _index_exists(self) -> bool:
         if self._has_index is None:
-            work = partial(_ensure_index, may_create=self._create_index)
             try:
-                await self._runner.run_on_data(work)
+                await self._runner.run_on_data(self._ensure_index)
             except SecureSessionError as error:
                 if error.retryable:
                     raise
@@ -92,6 +90,21 @@ class Expiry:
                 raise ConfigurationError(f"run `{_CREATE_INDEX}` and restart: {error}") from None
             self._has_index = True
         return self._has_index
+
+    def _ensure_index(self, connection: sa.Connection) -> None:
+        with dialect_of(connection).exclusively(connection):
+            indexes = sa.inspect(connection).get_indexes(sessions.name)
+            if any(one["name"] == INDEX for one in indexes):
+                return
+            if not self._create_index:
+                raise ConfigurationError("create_tables is False")
+            try:
+                connection.exec_driver_sql(_CREATE_INDEX)
+            except sa.exc.DBAPIError as error:
+                # On a cluster, `exclusively` holds no lock: another process may have created it.
+                if not already_exists(error):
+                    raise
+                connection.rollback()
 
     async def _expired(self, name: object, now: int) -> list[tuple[str, SessionView]]:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
@@ -124,19 +137,3 @@ class _ListExpired(Listing[list[SessionView]]):
         start = {"after_user": -1, "after_row": -1}
         rows = await attempt.read(executors, forms, now=self._now, limit=_MAX_READ, **start)
         return await self._views(attempt, executors, rows)
-
-
-def _ensure_index(connection: sa.Connection, *, may_create: bool) -> None:
-    with dialect_of(connection).exclusively(connection):
-        indexes = sa.inspect(connection).get_indexes(sessions.name)
-        if any(one["name"] == INDEX for one in indexes):
-            return
-        if not may_create:
-            raise ConfigurationError("create_tables is False")
-        try:
-            connection.exec_driver_sql(_CREATE_INDEX)
-        except sa.exc.DBAPIError as error:
-            # On a cluster, `exclusively` holds no lock: another process may have created it.
-            if not already_exists(error):
-                raise
-            connection.rollback()
