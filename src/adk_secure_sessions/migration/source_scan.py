@@ -31,7 +31,6 @@ from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sessions, users
 
 C = TypeVar("C")
-T = TypeVar("T")
 
 CONFLICTS = {
     ImportStatus.CONFLICT: "both sides have changed or deleted it since it was copied",
