@@ -21,13 +21,7 @@ from adk_secure_sessions.maintenance.problems import (
     index_orphan_conditions,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import (
-    OwnerRow,
-    ScannedSession,
-    read_owner,
-    scan_owners,
-    scan_sessions,
-)
+from adk_secure_sessions.maintenance.row_scan import read_owner, scan_owners, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.index_rows import check_key
 from adk_secure_sessions.storage.features.search_index import CorrectIndexed
@@ -167,7 +161,7 @@ class _Filler:
 
     async def _fill_row(self, table: sa.Table, row: Any) -> None:
         try:
-            identity = await (self._user(row) if table is users else self._session(row))
+            identity = await self._identity(table, row)
             if identity is not None:
                 operation = CorrectIndexed(identity, self._tags, of_user=table is users)
                 # Other tasks add to the counters meanwhile, so read them after the await.
@@ -180,18 +174,16 @@ class _Filler:
             self.result.bad += 1
         await self.meter.advance()
 
-    async def _user(self, row: OwnerRow) -> Identity | None:
-        """Return the identity of a user; None if the user was deleted, or is one of another app."""
+    async def _identity(self, table: sa.Table, row: Any) -> Identity | None:
+        """Return the identity of a user or session of the app; None for others and collections."""
+        if table is sessions:
+            ids = row.require_ids()
+            is_wanted = ids.app_name == self._app_name and not row.row.is_collection
+            return await self._db.runner.identify(*ids) if is_wanted else None
         decrypted = await read_owner(self._db, users, row)
         if decrypted is None or decrypted[0] != self._app_name:
-            return None
+            return None  # the user is one of another app, or was deleted
         return await self._db.runner.identify(self._app_name, decrypted[1].user_id)
-
-    async def _session(self, stored: ScannedSession) -> Identity | None:
-        """Return the identity of a session; None for a collection, or a session of another app."""
-        ids = stored.require_ids()
-        is_wanted = ids.app_name == self._app_name and not stored.row.is_collection
-        return await self._db.runner.identify(*ids) if is_wanted else None
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
