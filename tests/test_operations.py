@@ -19,13 +19,7 @@ from typing import Any
 import pytest
 from google.adk.events import Event, EventActions
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    Caches,
-    EncryptedSessionService,
-    Reason,
-    TamperedError,
-)
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, Reason, TamperedError
 from adk_secure_sessions.maintenance import (
     Database,
     Verification,
@@ -183,26 +177,6 @@ async def test_row_that_a_failover_or_restore_has_lost_is_rejected_until_the_ser
     async with EncryptedSessionService(url, backend) as restarted:
         await append(restarted)
     assert (await verified(url)).bad == 0
-
-
-async def test_service_accepts_the_rows_of_a_failover_after_cache_seconds(tmp_path: Path) -> None:
-    path = tmp_path / "sessions.db"
-    async with EncryptedSessionService(
-        f"sqlite:///{path}", AesGcmBackend(KEY), cache=Caches(seconds=0.5)
-    ) as service:
-        await service.create_session(**IDS)
-        standby = vacuumed(path, tmp_path / "standby.db")
-        await append(service)
-        await service.create_session(**IDS | {"session_id": "lost"})
-        replace_by(standby, path)
-        with pytest.raises(TamperedError):
-            await service.get_session(**IDS)
-        assert await service.get_session(**IDS | {"session_id": "lost"}) is None
-        await asyncio.sleep(0.6)
-        await append(service)
-        found = await service.get_session(**IDS)
-        assert found is not None
-        assert len(found.events) == 1
 
 
 # --- escrow --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import Verification, verify
 from tests.attacks.databases import also_on
-from tests.attacks.support import Database, OlderCopy
+from tests.attacks.support import Database
 from tests.attacks.world import ALL_SESSIONS, KEY, SECRET
 
 _TAG = "(SELECT tag FROM secure_{} WHERE id = :{})"
@@ -177,25 +177,6 @@ async def test_verify_goes_on_past_a_bad_app_row_and_names_all_that_is_wrong(db:
     found = await verified(db)
     assert {(one.table, one.row) for one in found.problems} == expected
     assert (found.apps, found.users, found.sessions, found.unchecked) == (0, 2, 1, 1)
-
-
-async def test_verify_names_two_users_whose_states_were_swapped(db: Database) -> None:
-    states = dict(db.rows("SELECT id, state FROM secure_users"))
-    alice, bob = db.world.rows["alice"], db.world.rows["bob"]
-    for row, state in ((alice, states[bob]), (bob, states[alice])):
-        db.run("UPDATE secure_users SET state = :state WHERE id = :row", state=state, row=row)
-    found = await verified(db)
-    named = {(problem.table, problem.row) for problem in found.problems}
-    assert named == {("secure_users", str(alice)), ("secure_users", str(bob))}
-    assert (found.bad, found.unchecked) == (2, 4)
-
-
-async def test_verify_names_an_older_row_that_was_replayed(db: Database, older: OlderCopy) -> None:
-    older.replay_row("secure_sessions", "id = :notes")
-    found = await verified(db)
-    assert [(one.table, one.row) for one in found.problems] == [
-        ("secure_sessions", str(db.world.rows["notes"]))
-    ]
 
 
 async def test_verify_names_every_owner_of_another_backend(db: Database) -> None:

@@ -122,12 +122,6 @@ def test_blobs_of_an_erased_user_are_marked_and_deleted_later(filled: str, store
     assert blobs("verify", filled, store).code == 0
 
 
-def test_age_below_48_hours_is_rejected(filled: str, store: Path) -> None:
-    said = blobs("purge", filled, store, "--older-than", "47h")
-    assert said.code == 2
-    assert "48 hours" in said.stderr
-
-
 def test_copy_that_deletes_in_the_store_is_named(
     filled: str, store: Path, tmp_path: Path, file_url: str
 ) -> None:

@@ -43,7 +43,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
-from tests.maintenance.support import OLD, fill, interrupt, query, run_sql
+from tests.maintenance.support import OLD, fill, interrupt, query
 
 PROGRAM = str(Path(sys.executable).parent / "adk-secure-sessions")
 
@@ -135,12 +135,6 @@ def test_check_says_that_a_service_could_start(filled: str) -> None:
         r"a service can start: format \d+, root key key:\S+, 2 master keys in this database\n",
         said.stdout,
     )
-
-
-def test_check_says_why_a_service_could_not_start(file: str) -> None:
-    run_sql(sa.make_url(file).set(drivername="sqlite"), "DROP TABLE secure_events")
-    said = run("check", *on(file))
-    assert (said.code, said.stdout, "secure_events was removed" in said.stderr) == (2, "", True)
 
 
 def test_check_rejects_a_wrong_key_and_names_the_option(file: str) -> None:

@@ -239,16 +239,6 @@ async def test_gap_in_the_version_numbers_is_named_and_refused(
         assert "clinic" not in finding.line + repr(finding)
 
 
-async def test_changed_content_is_found_by_compare(root: Path, file_url: str, store: Path) -> None:
-    await migrate(root, file_url, store, "copy")
-    (file,) = root.rglob("versions/0/é.png")
-    file.write_bytes(b"two")
-    done = await migrate(root, file_url, store, "compare")
-    assert (done.different, done.equal) == (1, 2)
-    done = await migrate(root, file_url, store, "erase-source")
-    assert (done.deleted, file.exists()) == (0, True)
-
-
 async def test_source_is_erased_after_a_clean_comparison(
     root: Path, file_url: str, store: Path, target: EncryptedArtifactService
 ) -> None:

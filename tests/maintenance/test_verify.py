@@ -11,12 +11,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    ConfigurationError,
-    EncryptedSessionService,
-    WrongKeyError,
-)
+from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
@@ -27,7 +22,7 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.maintenance.database import StatementLimits
-from tests.maintenance.support import APP, NEW, OLD, event, fill
+from tests.maintenance.support import APP, OLD, event, fill
 
 
 async def test_verify_counts_what_it_decrypted_in_several_batches(url: str) -> None:
@@ -81,16 +76,6 @@ async def test_verify_raises_no_alarm_while_services_write(url: str) -> None:
                 assert found.sessions >= 6
         finally:
             stopped.set()
-
-
-async def test_verify_rejects_a_wrong_root_key(file_url: str) -> None:
-    await fill(file_url)
-    async with Database(file_url, AesGcmBackend(NEW)) as db:
-        with pytest.raises(WrongKeyError):
-            await verify(db)
-    async with Database(file_url) as db:
-        with pytest.raises(ConfigurationError, match="give a backend"):
-            await verify(db)
 
 
 async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:

@@ -144,18 +144,6 @@ async def test_copies_may_expire_though_the_source_does_not(file_url: str) -> No
         assert (await purge(db)).deleted == 1
 
 
-async def test_states_of_owners_without_sessions_are_copied(file_url: str) -> None:
-    source = MemorySource()
-    source.users[APP, "ada"] = {"a": 1}
-    source.apps["other"] = {"b": 2}
-    assert (await copy(source, file_url)).states == 2
-    async with service(file_url) as made:
-        session = await made.create_session(app_name="other", user_id="eve")
-        assert session.state == {"app:b": 2}
-        session = await made.create_session(app_name=APP, user_id="ada")
-        assert session.state == {"user:a": 1}
-
-
 async def test_only_the_scope_is_copied(file_url: str) -> None:
     source = filled()
     source.put("ada", "s0", app="other")

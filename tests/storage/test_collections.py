@@ -2,10 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
@@ -14,7 +12,7 @@ from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES, Col
 from adk_secure_sessions.storage.schema import SessionVersion
 from adk_secure_sessions.storage.writes import StaleRevision
 from tests.faults import Point, with_faults
-from tests.maintenance.support import APP, OLD, event, query
+from tests.maintenance.support import APP, OLD, event
 
 BACKEND = AesGcmBackend(OLD)
 ITEMS = [encode_item({"n": n}) for n in range(5)]
@@ -99,16 +97,6 @@ async def test_replaced_items_are_not_stored_any_more(
     assert found.items == (ITEMS[0], gone, ITEMS[2], gone, ITEMS[4], ITEMS[4])
     async with Database(url, BACKEND) as db:
         assert (await verify(db)).bad == 0
-
-
-async def test_database_with_collections_names_the_feature(file_url: str, tmp_path: Path) -> None:
-    stored = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    features = "SELECT value FROM secure_meta WHERE name = 'features'"
-    async with EncryptedSessionService(file_url, BACKEND) as service:
-        await service.create_session(app_name=APP, user_id="ada")
-        assert query(stored, features)[0][0].startswith("- ")
-        await fill(service)
-        assert query(stored, features)[0][0].startswith("collections ")
 
 
 async def test_many_items_are_replaced_with_a_few_queries(file_url: str) -> None:
