@@ -35,7 +35,7 @@ from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
-from adk_secure_sessions.maintenance.data_rotation import rotate_data
+from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.migration import PlaintextFallbackService, migrate
 from tests import format_reader
 from tests.cli.support import run

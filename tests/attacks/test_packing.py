@@ -19,7 +19,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import HEADER_LENGTH, Cipher
 from adk_secure_sessions.maintenance import Database, verify
-from adk_secure_sessions.maintenance.data_rotation import rotate_data
+from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from tests.attacks.faulty import (
     KEY,
     OTHER,

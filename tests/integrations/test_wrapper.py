@@ -20,8 +20,8 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.maintenance import Database, erase_user, retire, separate, verify
-from adk_secure_sessions.maintenance.data_rotation import rotate_data
-from adk_secure_sessions.maintenance.master_rotation import rotate_master
+from adk_secure_sessions.maintenance.rotate_data import rotate_data
+from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from tests.attacks import needles
 from tests.attacks.needles import found_in, needle
 from tests.conformance.support import create, delete, event, find, listed, reload

@@ -15,7 +15,7 @@ from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
 from adk_secure_sessions.maintenance.database import StatementLimits
-from adk_secure_sessions.maintenance.deleted_bytes import clear_deleted_bytes
+from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of, present
 from tests.maintenance.support import APP, OLD, event, fill, query

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.migration import Comparison, Selection, Source, compare
-from adk_secure_sessions.migration.comparison import differences
+from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from tests.maintenance.support import query, run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event, event_of_another_adk

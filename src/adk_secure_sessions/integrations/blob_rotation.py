@@ -28,8 +28,8 @@ from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.counts import count_items
-from adk_secure_sessions.maintenance.data_rotation import DataRotationRun
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
+from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.maintenance.row_scan import SessionIds
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Collection, Collections

@@ -35,8 +35,8 @@ from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
 from adk_secure_sessions.keys.providers import KeyProvider
 
-# How many data keys of one owner are read for a session or a user, the oldest first: an attacker may
-# have inserted any number.  A rotation adds one.  No data key is created if there are nearly as
+# How many data keys of one owner are read for a session or a user, the oldest first: an attacker
+# may have inserted any number.  A rotation adds one.  No data key is created if there are nearly as
 # many, because a later one would not be read.
 MAX_KEYS = 1000
 _KEY_HEADROOM = 100  # which processes may create at the same time

@@ -18,9 +18,11 @@ modified, and `DatabaseError` if one of the databases raises an error.
 
 from adk_secure_sessions.migration.adk_tables import AdkTables as AdkTables
 from adk_secure_sessions.migration.adk_target import AdkTarget as AdkTarget
-from adk_secure_sessions.migration.comparison import Comparison as Comparison
-from adk_secure_sessions.migration.comparison import compare as compare
+from adk_secure_sessions.migration.compare import Comparison as Comparison
+from adk_secure_sessions.migration.compare import compare as compare
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource as EncryptedSource
+from adk_secure_sessions.migration.erase_source import SourceErasure as SourceErasure
+from adk_secure_sessions.migration.erase_source import erase_source as erase_source
 from adk_secure_sessions.migration.export import Export as Export
 from adk_secure_sessions.migration.export import export_lines as export_lines
 from adk_secure_sessions.migration.export import export_to_adk as export_to_adk
@@ -28,12 +30,10 @@ from adk_secure_sessions.migration.fallback import (
     PlaintextFallbackService as PlaintextFallbackService,
 )
 from adk_secure_sessions.migration.findings import Finding as Finding
+from adk_secure_sessions.migration.migrate import Migration as Migration
+from adk_secure_sessions.migration.migrate import migrate as migrate
 from adk_secure_sessions.migration.package_1x import Package1x as Package1x
 from adk_secure_sessions.migration.service_source import ServiceSource as ServiceSource
-from adk_secure_sessions.migration.session_copy import Migration as Migration
-from adk_secure_sessions.migration.session_copy import migrate as migrate
 from adk_secure_sessions.migration.source_detection import open_source as open_source
-from adk_secure_sessions.migration.source_erasure import SourceErasure as SourceErasure
-from adk_secure_sessions.migration.source_erasure import erase_source as erase_source
 from adk_secure_sessions.migration.sources import Selection as Selection
 from adk_secure_sessions.migration.sources import Source as Source

@@ -35,7 +35,7 @@ from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import zone_of_sessions
 from adk_secure_sessions.migration.adk_sql import SESSIONS, TableKind, can_store, is_name, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.comparison import differences, is_same_state
+from adk_secure_sessions.migration.compare import differences, is_same_state
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,

@@ -10,10 +10,10 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
-from adk_secure_sessions.maintenance.deleted_bytes import rewrite_tables
+from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states
-from adk_secure_sessions.migration.comparison import Comparison, ComparisonRun
+from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.results import Result, counter
 

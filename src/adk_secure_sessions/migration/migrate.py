@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.comparison import differences, is_same_state
+from adk_secure_sessions.migration.compare import differences, is_same_state
 from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
 from adk_secure_sessions.migration.findings import Finding, Findings, Stop
 from adk_secure_sessions.migration.source_scan import (

@@ -26,12 +26,12 @@ from adk_secure_sessions.keys.keyring import (
     rewrap_master_key,
 )
 from adk_secure_sessions.maintenance.counts import count_records, select_count
-from adk_secure_sessions.maintenance.data_rotation import rotate_data
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.master_rotation import rotate_master
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.retirement import reject_wrapper, retire
-from adk_secure_sessions.maintenance.root_rotation import replace_master_keys
+from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
+from adk_secure_sessions.maintenance.rotate_data import rotate_data
+from adk_secure_sessions.maintenance.rotate_master import rotate_master
+from adk_secure_sessions.maintenance.rotate_root import replace_master_keys
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
