@@ -197,6 +197,7 @@ SEARCHES = {
     "slower than plaintext": "benchmarks.html",
     "stale session": "limits.html",
     "stolen key": "operations.html",
+    "supported versions": "tutorial.html",
     "swap events between users": "security.html",
     "throughput": "benchmarks.html",
     "ttl": "erasure.html",
