@@ -503,6 +503,7 @@ services:
             "plaintext unknown nothing",
         ),
         ({"service": "nobody://"}, {}, "unknown unknown unknown"),
+        ({"service": "nobody:me:password@host/db"}, {}, "unknown unknown unknown"),
         ({"service": URI.partition("&blobs")[0]}, {}, "encrypted unknown encrypted"),
     ],
 )

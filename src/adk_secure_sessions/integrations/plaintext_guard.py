@@ -166,7 +166,7 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
 
 def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
     """Return what the service that *create* makes for *uri* stores, and where."""
-    scheme, _, _ = uri.partition("://")
+    scheme = urlsplit(uri).scheme
     try:
         with adk.describing():
             service = create(uri)
