@@ -14,6 +14,7 @@ from adk_secure_sessions import (
     FernetBackend,
     WrongKeyError,
 )
+from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.maintenance import Database
@@ -244,6 +245,25 @@ async def test_malformed_event_of_a_faulty_writer_is_not_copied(
     (finding,) = done.findings
     assert f"secure_events row {row}, " in finding.reason
     assert "SECRET" not in finding.reason
+
+
+async def test_state_that_has_outgrown_a_record_is_not_copied(
+    file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_text, "MAX_BYTES", 20_000)
+    async with EncryptedSessionService(file_url, BACKEND) as of:
+        session = await of.create_session(app_name=APP, user_id="ada", state={"k": "x" * 19_000})
+        await of.append_event(session, event(1, other="x" * 4000))
+        await of.create_session(app_name=APP, user_id="ada", session_id="s")
+    copy = f"sqlite+aiosqlite:///{tmp_path / 'copy.db'}"
+    async with (
+        EncryptedSource(Database(file_url, BACKEND)) as source,
+        Database(copy, BACKEND) as target,
+    ):
+        migration = await migrate(source, target, skip_bad=True)
+    assert (migration.copied, migration.bad) == (1, 1)
+    (finding,) = migration.findings
+    assert finding.reason.endswith("its state exceeds a limit: see docs/limits.md, Sizes")
 
 
 async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(file_url: str) -> None:

@@ -8,7 +8,7 @@ from operator import itemgetter
 import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import in_groups
-from adk_secure_sessions.errors import DecryptionError
+from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.formats.json_text import dump_state, load_state, read_event
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
@@ -23,6 +23,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     scan_sessions,
 )
 from adk_secure_sessions.migration.sources import (
+    LIMITS,
     Ids,
     Selection,
     SessionContent,
@@ -200,7 +201,12 @@ async def session_content(
     with locating_errors(snapshots.name, stored.row.id):
         snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
     with locating_errors(sessions.name, stored.row.id):
-        state = dump_state(snapshot | load_state(stored.overlay))
+        values = snapshot | load_state(stored.overlay)
+        try:
+            state = dump_state(values)
+        except ValueError:  # together they are larger than one record
+            reason = Reason.MALFORMED
+            raise DecryptionError(f"its state exceeds a limit: {LIMITS}", reason) from None
     history = [SourceEvent(*pair) for pair in zip(loaded[1], operation.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
