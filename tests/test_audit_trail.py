@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import sqlalchemy as sa
+from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.events import Event, EventActions
 from google.adk.sessions import DatabaseSessionService
 from google.genai import types
@@ -228,6 +229,15 @@ async def test_expired_session_that_is_deleted_has_a_record_of_its_own(url: sa.U
     ]
     (ada, _, expired) = found
     assert ada[1:3] == expired[1:3]
+
+
+async def test_session_that_has_not_expired_has_no_record_of_its_expiry(url: sa.URL) -> None:
+    async with service_of(url, expires_after=timedelta(hours=1)) as service:
+        await service.create_session(**IDS)
+        with pytest.raises(AlreadyExistsError):
+            await service.create_session(**IDS)
+    records = await trail(url, "session.create", "session.expire")
+    assert [one["event"] for one in records] == ["session.create", "session.create"]
 
 
 async def test_expired_session_that_is_replaced_has_a_record_of_its_own(

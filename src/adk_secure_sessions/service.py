@@ -272,14 +272,12 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             try:
                 created = await self._runner.run(creation)
             except writes.DuplicateSession as duplicate:
-                may_have_expired = duplicate.may_have_expired
+                has_expired = duplicate.has_expired
             else:
                 if self._lifetime is not None:
                     await self._expiry.delete_some(self._delete_expired)
                 return _session(app_name, created)
-            if not may_have_expired or not await self._delete_expired(
-                app_name, user_id, session_id
-            ):
+            if not has_expired or not await self._delete_expired(app_name, user_id, session_id):
                 raise AlreadyExistsError("A session with this id already exists.")
 
     @accessed("session.expire")

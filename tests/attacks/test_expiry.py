@@ -58,5 +58,6 @@ async def test_expiry_moved_away_revives_no_session(aes_db: Database) -> None:
         "WHERE expires_at < 9223372036854775807"
     )
     async with aes_db.service() as service:
-        with pytest.raises(DecryptionError):
-            await service.get_session(**ids)
+        for attempt in (service.get_session, service.create_session):
+            with pytest.raises(DecryptionError):
+                await attempt(**ids)

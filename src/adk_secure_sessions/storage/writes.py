@@ -61,14 +61,11 @@ OVERLAY_LIMIT = 8 * 1024
 
 
 class DuplicateSession(Exception):
-    """A session with this id is already stored.
+    """A session with this id is already stored; *has_expired* tells whether it has expired."""
 
-    It *may_have_expired* if it has an expiry time, which was not authenticated.
-    """
-
-    def __init__(self, *, may_have_expired: bool = False) -> None:
+    def __init__(self, *, has_expired: bool) -> None:
         super().__init__()
-        self.may_have_expired = may_have_expired
+        self.has_expired = has_expired
 
 
 class MissingSession(Exception):
@@ -345,10 +342,10 @@ class CreateSession(Write[SessionView]):
         rows = yield from read_rows(attempt)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
-        if rows.session and rows.session.id not in self._sent_results:
-            raise DuplicateSession(may_have_expired=rows.session.expires_at != NEVER)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
+        if stored and stored.row.id not in self._sent_results:
+            raise DuplicateSession(has_expired=stored.has_expired)
         if stored and user and app:  # others may have changed it since
             sent = self._sent_results[stored.row.id]
             return SessionView(sent, user.user_id, app.state, user.state)
