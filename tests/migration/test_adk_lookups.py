@@ -113,6 +113,25 @@ async def test_id_that_differs_is_not_found(adk: DatabaseSessionService, source:
 
 
 @on_drivers("sqlite")
+async def test_column_that_ignores_case_shows_no_session_of_another_user(
+    adk: DatabaseSessionService, source: AdkTables
+) -> None:
+    await add(adk, "ada", "visit", 1)
+    await add(adk, "Ada", "own")
+    columns = "app_name, user_id TEXT COLLATE NOCASE, id, state, create_time, update_time"
+    async with adk.db_engine.begin() as connection:
+        for statement in (
+            f"CREATE TABLE others ({columns}, PRIMARY KEY (app_name, user_id, id))",
+            "INSERT INTO others SELECT * FROM sessions",
+            "DROP TABLE sessions",
+            "ALTER TABLE others RENAME TO sessions",
+        ):
+            await connection.execute(sa.text(statement))
+    assert await source.find(APP, "Ada", "visit") is None
+    assert [session.ids for session in await listed(source, "Ada")] == [(APP, "Ada", "own")]
+
+
+@on_drivers("sqlite")
 async def test_sessions_are_listed_in_batches(
     adk: DatabaseSessionService, source: AdkTables, tmp_path: Path
 ) -> None:

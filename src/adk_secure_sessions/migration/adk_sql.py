@@ -278,7 +278,11 @@ class AdkQueries:
         sessions, position = self._sessions(
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
-        return [(session, row, []) for session, row, _ in sessions], position
+        # A column whose collation ignores differences may also equal another name.
+        found = [
+            (session, row) for session, row, _ in sessions if session[: len(key)] == tuple(key)
+        ]
+        return [(session, row, []) for session, row in found], position
 
     def state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
