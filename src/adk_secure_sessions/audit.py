@@ -458,7 +458,7 @@ class AuditedCall:
         """
         entries = list(self._kept)
         if self._omitted:
-            entries.append(new_entry("records.omitted", number=self._omitted))
+            entries.append(new_entry("records.omitted", omitted=self._omitted))
         if entry is not None and entry is not self._stored:
             entries.append(entry)
         for trail in self.trails:

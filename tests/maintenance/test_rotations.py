@@ -150,6 +150,20 @@ async def test_master_rotation_without_a_root_key_is_rejected(file_url: str) -> 
             await rotate_master(db)
 
 
+async def test_database_stays_usable_however_often_its_data_master_is_rotated(
+    file_url: str,
+) -> None:
+    await filled(file_url)
+    async with Database(file_url, AES) as db:
+        for _ in range(58):
+            await rotate_master(db)
+        with pytest.raises(ConfigurationError, match="run `retire`"):
+            await rotate_master(db)
+    async with Database(file_url, AES) as db:
+        assert len((await retire(db)).master_ids) == 58
+        await rotate_master(db)
+
+
 async def test_plaintext_master_is_replaced_by_one_under_a_root_key(
     url: str, place: sa.URL
 ) -> None:

@@ -12,16 +12,19 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions.db.protocol import Read
 from adk_secure_sessions.maintenance import (
     Database,
     retire,
     rotate_data,
+    rotate_master,
     rotate_root,
     status,
     vacuum,
     verify,
 )
 from adk_secure_sessions.maintenance.database import StatementLimits
+from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, OLD, event, fill
 
 
@@ -88,6 +91,28 @@ async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
     async with engine.connect() as connection:
         assert await connection.scalar(sa.text("SELECT count(*) FROM secure_sessions")) == 4
     await engine.dispose()
+
+
+async def test_verify_raises_no_alarm_if_the_data_keys_are_wrapped_again_meanwhile(
+    file_url: str,
+) -> None:
+    await fill(file_url)
+
+    async def rotate() -> None:
+        async with Database(file_url, AesGcmBackend(OLD)) as other:
+            await rotate_master(other)
+
+    db, faults = with_faults(lambda: Database(file_url, AesGcmBackend(OLD)))
+    async with db:
+        plan = faults.data.before(
+            Point.READ,
+            rotate,
+            when=lambda step, answer: (
+                isinstance(step, Read) and "ORDER BY secure_data_keys.id" in str(step.query)
+            ),
+        )
+        assert (await verify(db)).bad == 0
+        assert plan.happened
 
 
 async def test_verify_and_retire_keep_to_their_limit_of_rows_per_second(file_url: str) -> None:

@@ -193,8 +193,8 @@ async def test_every_difference_is_found(file_url: str) -> None:
     behind = "it has changed in the source since it was copied; different: "
     assert reasons == {
         "s0": f"{behind}state",
-        "s1": f"{behind}event 0",
-        "s2": f"{behind}updated_at, time of event 0",
+        "s1": f"{behind}event 1",
+        "s2": f"{behind}updated_at, time of event 1",
         "s3": f"{behind}updated_at, number of events (2, 3)",
         "s4": f"{behind}updated_at",
         "s5": "its state is not JSON",

@@ -337,9 +337,9 @@ async def test_what_the_target_has_is_never_changed(file_url: str, adk_file: str
         (
             "UPDATE events SET event_data = replace(event_data, 'agent', 'x') "
             "WHERE user_id = 'bob' AND event_data LIKE '%n__1}%'",
-            "different: event 1",
+            "different: event 2",
         ),
-        ("UPDATE events SET invocation_id = 'x' WHERE user_id = 'bob'", "different: event 0"),
+        ("UPDATE events SET invocation_id = 'x' WHERE user_id = 'bob'", "different: event 1"),
     ],
 )
 async def test_comparison_finds_each_difference(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import DecryptionError, WrongKeyError
+from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
@@ -151,7 +151,7 @@ def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
     """Return whether *keyring* can unwrap the data key: if so, *row* is authentic."""
     try:
         unwrap_data_key(row, keyring)
-    except DecryptionError:
+    except ROW_ERRORS:
         return False
     return True
 

@@ -16,6 +16,7 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import (
     DATA,
+    MAX_ROWS,
     Keyring,
     MasterKeyRow,
     new_master,
@@ -40,6 +41,8 @@ from adk_secure_sessions.storage.pages import Span
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
+
+_HEADROOM = 4  # master keys that services with other root keys may have to create
 
 
 @dataclass
@@ -89,7 +92,8 @@ async def rotate_master(
         SecureSessionError: Another rotation was started during this one, or a newly wrapped data
             key cannot be unwrapped.  The data keys that this rotation has already wrapped keep the
             new data master.
-        ConfigurationError: `backend` has no root key.
+        ConfigurationError: `backend` has no root key; or the keyring is nearly full, and `retire`
+            has to delete old data masters first.
         TamperedError: The checkpoint of the unfinished rotation was modified; or the time of
             creation of a key is after the year 9999.
     """
@@ -128,6 +132,12 @@ class _MasterRotationRun(RotationRun):
                 if newest == fresh:
                     record_new_key(database_id, "data master", newest.id, root_key=root.key_id)
                 return
+            if len(survey.keyring) >= MAX_ROWS - _HEADROOM:
+                raise ConfigurationError(
+                    f"the keyring has {len(survey.keyring)} master keys, and a database with more "
+                    f"than {MAX_ROWS} cannot be opened: run `retire`, which deletes those that "
+                    "wrap no data key; if it keeps them, it says why"
+                )
             if self._dry_run:
                 return
             # Services wrap new data keys with the data master that was created last.  So the new

@@ -14,7 +14,7 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.audit_commands import UNLISTED_TRAIL
-from adk_secure_sessions.maintenance.counts import count_rows
+from adk_secure_sessions.maintenance.counts import can_unwrap, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import (
     ROW_ERRORS,
@@ -322,7 +322,10 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
     if db.runner.executors.has_key_database:
         detail += ", or a process ended before it could write that row"
     async for rows in scan_data_keys(db):
-        for row in rows:
+        bad = [row for row in rows if not can_unwrap(row, keyring)]
+        if bad:  # or `rotate master` has wrapped them with a new data master meanwhile
+            keyring = await db.reread_keyring()
+        for row in bad:
             try:
                 unwrap_data_key(row, keyring)
             except ROW_ERRORS as error:

@@ -255,7 +255,7 @@ def differences(
     if len(content.events) != copied:
         fields.append(f"number of events ({len(content.events)}, {copied})")
     for number, (event, other) in enumerate(
-        zip(content.events, copy.events[:copied], strict=False)
+        zip(content.events, copy.events[:copied], strict=False), 1
     ):
         if event.time != other.time:
             fields.append(f"time of event {number}")
