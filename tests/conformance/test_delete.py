@@ -1,6 +1,10 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 from google.adk.sessions import BaseSessionService
 
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from tests.conformance.services import OTHER_KINDS, Kind
 from tests.conformance.support import (
     APP,
@@ -15,6 +19,7 @@ from tests.conformance.support import (
     rejected_as_stale,
     reload,
 )
+from tests.faults import Point, lost, with_faults
 
 kind = each_kind(
     "encrypted-file",
@@ -126,3 +131,24 @@ async def test_session_deleted_by_one_service_is_gone_for_another(
     with rejected_as_stale():
         await service.append_event(session, event("text"))
     assert await reload(service, session) == recreated
+
+
+@pytest.mark.parametrize("caches", [True, False])
+async def test_deletion_whose_answer_was_lost_leaves_a_new_session_alone(
+    tmp_path: Path, caches: bool
+) -> None:
+    url, backend = f"sqlite:///{tmp_path}/s.db", AesGcmBackend(bytes(32))
+    service, faults = with_faults(lambda: EncryptedSessionService(url, backend))
+    who: dict[str, Any] = {"app_name": APP, "user_id": USER, "session_id": "s"}
+
+    async def create_again() -> None:
+        async with EncryptedSessionService(url, backend) as other:
+            await other.create_session(**who)
+
+    async with EncryptedSessionService(url, backend) as other, service:
+        await (service if caches else other).create_session(**who)
+        faults.data.after(Point.WRITE, create_again)
+        plan = faults.data.after(Point.WRITE, lost())
+        await service.delete_session(**who)
+        assert plan.happened
+        assert await service.get_session(**who) is not None

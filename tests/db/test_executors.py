@@ -213,9 +213,12 @@ async def test_cancelled_read_leaves_the_executor_usable(filled: Executor) -> No
 @on("sqlite", "aiosqlite-engine", "asyncpg", "asyncpg-engine", "psycopg", "asyncmy")
 async def test_closed_executor_opens_again(executor: Executor) -> None:
     for number in range(3):
-        await apply(executor, insert(number))
-        await asyncio.gather(executor.close(), executor.close())
-    assert list(await stored(executor)) == [0, 1, 2]
+        running = [asyncio.create_task(apply(executor, insert(10 * number + n))) for n in range(5)]
+        for _ in range(5):  # until they have begun
+            await asyncio.sleep(0)
+        closing = asyncio.gather(*running, executor.close(), executor.close())
+        await asyncio.wait_for(closing, 30)
+    assert len(await stored(executor)) == 15
 
 
 async def test_writes_at_once_are_all_stored(executor: Executor) -> None:

@@ -117,13 +117,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
         # no operation is running.
         taken = 0
-        try:
-            while taken < self._keep:
-                await self._slots.acquire()
-                taken += 1
-        finally:  # also if the caller was cancelled
-            for _ in range(taken):
-                self._slots.release()
+        async with self._locks.hold("close"):  # two calls with some slots each would wait for ever
+            try:
+                while taken < self._keep:
+                    await self._slots.acquire()
+                    taken += 1
+            finally:  # also if the caller was cancelled
+                for _ in range(taken):
+                    self._slots.release()
         await super().close()
 
     async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:

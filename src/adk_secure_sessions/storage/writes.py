@@ -293,9 +293,9 @@ class Write(StorageOperation[T]):
         sql.LOCK_APP,
         sql.LOCK_USER,
     )
-    # The results of attempts, by a random value that each has sent: a row id or a record.  An
-    # attempt that lost its connection may have been committed.  If the next attempt finds one of
-    # these values in the database, this operation has stored it.
+    # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
+    # row id or a record.  An attempt that lost its connection may have been committed.  The next
+    # attempt finds out whether the value is in the database.
     _sent_results: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt, executors: Executors) -> T:
@@ -468,6 +468,7 @@ class AppendEvent(Write[StoredSession]):
             if (yield Apply(changes)):
                 attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
                 return updated
+            self._sent_results.clear()  # nothing was stored
         attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
         rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
@@ -592,14 +593,19 @@ class DeleteSession(Write[bool | None]):
         cached = attempt.cache.verified_session(tag) if attempt.may_skip_read else None
         if cached and self.condition is None:
             row = Change(sql.DELETE_CACHED_SESSION, parameters(cached.row, "at_"))
+            self._sent_results[cached.row.id] = True
             if (yield Apply([row, *_deletions(attempt, cached)])):
                 return True
+            self._sent_results.clear()  # nothing was deleted
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
+        if self._sent_results and (session is None or session.row.id not in self._sent_results):
+            return True  # by an earlier attempt, whose answer was lost; another session has its id
         if session is None:
             return None
         if self.condition is not None and not self.condition(session):
             return False
+        self._sent_results[session.row.id] = True
         row = Change(
             sql.DELETE_SESSION, {"at_id": session.row.id, "at_revision": session.row.revision}
         )
