@@ -38,7 +38,7 @@ from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import metadata, users
 from adk_secure_sessions.storage.writes import RenewKey
-from tests.faults import Point, with_faults
+from tests.faults import Point, lost, with_faults
 from tests.maintenance.support import (
     APP,
     OLD,
@@ -654,6 +654,21 @@ async def test_data_key_whose_header_was_modified_keeps_its_master(
         run_sql(place, "INSERT INTO secure_data_keys SELECT * FROM original")
         run_sql(place, "DROP TABLE original")
     await assert_whole(file_url, AES)
+
+
+async def test_retire_counts_keys_whose_deletion_was_answered_by_a_lost_connection(
+    file_url: str,
+) -> None:
+    await filled(file_url)
+    db, faults = with_faults(lambda: Database(file_url, AES))
+    async with db:
+        await rotate_master(db)
+        await rotate_data(db)
+        is_lost = itertools.cycle([True, False])
+        plan = faults.data.after(Point.RUN, lost(), nth=None, when=lambda *_: next(is_lost))
+        retired = await retire(db)
+        assert plan.happened > 1
+        assert (retired.data_keys, len(retired.master_ids)) == (3, 1)
 
 
 async def test_retire_opens_the_keyring_first(file_url: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Retire replaced keys: delete data keys and data masters that no row uses any more."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -148,7 +148,7 @@ async def retire(
     known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
-    of_masters = await db.runner.run_on_keys(work, commit=not dry_run)
+    of_masters = await _decided(db.runner.run_on_keys, work, commit=not dry_run)
     kept.extend(of_masters.kept)
     ids = tuple(row.id for row in of_masters.deletable)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
@@ -187,6 +187,27 @@ class _KeyDecision(NamedTuple, Generic[K]):
     spare: int = 0
 
 
+async def _decided(
+    change: Callable[..., Awaitable[_KeyDecision[K]]],
+    work: Callable[[sa.Connection], _KeyDecision[K]],
+    *,
+    commit: bool,
+) -> _KeyDecision[K]:
+    """Run *work* with *change*, and return its decision.
+
+    If the connection is lost during COMMIT, *work* is repeated, and finds no key that it has
+    already deleted: the decision with the most deletions counts.
+    """
+    made: list[_KeyDecision[K]] = []
+
+    def run(connection: sa.Connection) -> _KeyDecision[K]:
+        made.append(work(connection))
+        return made[-1]
+
+    await change(run, commit=commit)
+    return max(made, key=lambda decision: len(decision.deletable))
+
+
 # --- data keys -----------------------------------------------------------------------------------
 
 
@@ -206,7 +227,7 @@ async def _retire_data_keys(
         return _KeyDecision([], [])
     has_key_database = db.runner.executors.has_key_database
     work = partial(_find_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
-    keys = await db.runner.run_on_data(work, commit=not dry_run)
+    keys = await _decided(db.runner.run_on_data, work, commit=not dry_run)
     if keys.deletable and has_key_database and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
