@@ -24,7 +24,7 @@ def caches(holder: object) -> list[Lru[object, object]]:
     values = holder if isinstance(holder, tuple) else tuple(vars(holder).values())
     found = [value for value in values if isinstance(value, Lru) and value.limit]
     for value in values:
-        if type(value).__name__ in ("KeyCache", "RowCache", "OperationRunner", "_OpenState"):
+        if type(value).__name__ in ("DatabaseKeys", "RowCache", "OperationRunner", "_OpenState"):
             found += caches(value)
     return found
 

@@ -25,10 +25,10 @@ from adk_secure_sessions.formats.records import (
     unpack,
 )
 from adk_secure_sessions.keys.data_keys import (
+    DatabaseKeys,
     DataKeyRow,
-    KeyCache,
-    StagedKeys,
     StaleKeyring,
+    TransactionKeys,
     unwrap_data_key,
     wrap_data_key,
 )
@@ -42,45 +42,45 @@ LAST = 2**62
 
 
 @pytest.fixture
-def keys() -> KeyCache:
+def keys() -> DatabaseKeys:
     return data_keys()
 
 
-def made(key_cache: KeyCache, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
+def made(database_keys: DatabaseKeys, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
     """Data keys of the owner, of the generations 0, 1, ..."""
-    staged = StagedKeys(key_cache)
+    staged = TransactionKeys(database_keys)
     return [staged.new(owner_tag) for _ in range(number)]
 
 
 def read(
-    key_cache: KeyCache, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
-) -> StagedKeys:
-    staged = StagedKeys(key_cache, stored_earlier=created)
-    staged.load(rows, fingerprints(key_cache.keyring))
+    database_keys: DatabaseKeys, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
+) -> TransactionKeys:
+    staged = TransactionKeys(database_keys, key_ids_of_earlier_attempts=created)
+    staged.load(rows, fingerprints(database_keys.keyring))
     return staged
 
 
 def read_and_chosen(
-    key_cache: KeyCache, rows: Collection[DataKeyRow], named: Collection[int]
-) -> StagedKeys:
+    database_keys: DatabaseKeys, rows: Collection[DataKeyRow], named: Collection[int]
+) -> TransactionKeys:
     """The keys of *rows*, where the row of `ADA` has the ids *named*."""
-    staged = read(key_cache, rows)
+    staged = read(database_keys, rows)
     staged.set_candidate_ids(ADA, named)
     return staged
 
 
-def current_id(staged: StagedKeys, owner_tag: bytes = ADA) -> int | None:
+def current_id(staged: TransactionKeys, owner_tag: bytes = ADA) -> int | None:
     current = staged.current(owner_tag)
     return current.id if current else None
 
 
-def of_another_backend(key_cache: KeyCache, *rows: DataKeyRow) -> DataKeyRow:
+def of_another_backend(database_keys: DatabaseKeys, *rows: DataKeyRow) -> DataKeyRow:
     """The data key that a service makes whose writing backend is Fernet."""
-    return read(data_keys(key_cache.keyring, fernet=True), rows).new(ADA)
+    return read(data_keys(database_keys.keyring, fernet=True), rows).new(ADA)
 
 
 def test_owner_gets_no_key_that_would_not_be_read(
-    keys: KeyCache, monkeypatch: pytest.MonkeyPatch
+    keys: DatabaseKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = made(keys, 4)
     monkeypatch.setattr("adk_secure_sessions.keys.data_keys.MAX_KEYS", 104)
@@ -92,7 +92,7 @@ def test_owner_gets_no_key_that_would_not_be_read(
 # --- the current data key ------------------------------------------------------------------------
 
 
-def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: KeyCache) -> None:
+def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [row])
     assert current_id(staged) is None
@@ -104,7 +104,7 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: KeyCache) -> N
 
 @pytest.mark.parametrize("named", [0, 1, 2])
 def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(
-    keys: KeyCache, named: int
+    keys: DatabaseKeys, named: int
 ) -> None:
     """For example an erased key that was inserted again."""
     rows = made(keys, 3)
@@ -114,13 +114,13 @@ def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(
         assert staged.current_is_newest(ADA) == (named == 2)
 
 
-def test_of_several_keys_that_the_row_names_the_newest_encrypts(keys: KeyCache) -> None:
+def test_of_several_keys_that_the_row_names_the_newest_encrypts(keys: DatabaseKeys) -> None:
     rows = made(keys, 3)
     staged = read_and_chosen(keys, rows, [rows[1].id, rows[0].id])
     assert current_id(staged) == rows[1].id
 
 
-def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(keys: KeyCache) -> None:
+def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(keys: DatabaseKeys) -> None:
     """Not even one without a row, or of another owner."""
     (bobs,) = made(keys, 1, BOB)
     rows = [*made(keys, 2), bobs]
@@ -129,7 +129,7 @@ def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(keys: Ke
         assert current_id(staged) is None
 
 
-def test_key_of_another_backend_is_not_taken_though_the_row_names_it(keys: KeyCache) -> None:
+def test_key_of_another_backend_is_not_taken_though_the_row_names_it(keys: DatabaseKeys) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
     staged = read_and_chosen(keys, [ours, theirs], [theirs.id, ours.id])
@@ -137,11 +137,11 @@ def test_key_of_another_backend_is_not_taken_though_the_row_names_it(keys: KeyCa
     assert not staged.current_is_newest(ADA)
 
 
-def test_cached_key_that_the_row_no_longer_names_encrypts_nothing(keys: KeyCache) -> None:
+def test_cached_key_that_the_row_no_longer_names_encrypts_nothing(keys: DatabaseKeys) -> None:
     rows = made(keys, 2)
     first = read_and_chosen(keys, rows, [rows[1].id])
     first.publish()
-    later = StagedKeys(keys)
+    later = TransactionKeys(keys)
     assert current_id(later) == rows[1].id
     later.set_candidate_ids(ADA, [rows[0].id])
     assert current_id(later) == rows[0].id
@@ -152,7 +152,7 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     (row,) = made(keys, 1)
     first = read_and_chosen(keys, [row], (row.id,))
     first.publish()
-    later = StagedKeys(keys)
+    later = TransactionKeys(keys)
     later.set_candidate_ids(ADA, (row.id,))
     assert current_id(later) == row.id
     keys.keyring = keyring(ANOTHER_MASTER)
@@ -160,7 +160,7 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     assert current_id(later) is None
 
 
-def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: KeyCache) -> None:
+def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: DatabaseKeys) -> None:
     """With a key database the key is stored first, the row that names it afterwards."""
     rows = made(keys, 3)
     staged = read(keys, rows, created=[rows[1].id])
@@ -173,7 +173,7 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: KeyC
 # --- the ids in the owner's row ------------------------------------------------------------------
 
 
-def test_row_names_the_new_key_in_place_of_the_one_before(keys: KeyCache) -> None:
+def test_row_names_the_new_key_in_place_of_the_one_before(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read_and_chosen(keys, [row], [row.id])
     new = staged.new(ADA)
@@ -182,23 +182,23 @@ def test_row_names_the_new_key_in_place_of_the_one_before(keys: KeyCache) -> Non
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_row_keeps_naming_the_keys_of_other_backends(keys: KeyCache, is_listed: bool) -> None:
+def test_row_keeps_naming_the_keys_of_other_backends(keys: DatabaseKeys, is_listed: bool) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
-    alone = KeyCache(keys.keyring, {1: keys.backends[1]}, 1, 100)
+    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, 1, 100)
     staged = read(keys if is_listed else alone, [ours, theirs])
     staged.set_candidate_ids(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
     assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
 
 
-def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones(keys: KeyCache) -> None:
+def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones(keys: DatabaseKeys) -> None:
     """Another process has made it for another backend, and this process has not read it yet."""
     (ours,) = made(keys, 1)
     first = read_and_chosen(keys, [ours], [ours.id])
     first.publish()
     theirs = of_another_backend(keys, ours)
-    later = StagedKeys(keys)
+    later = TransactionKeys(keys)
     later.set_candidate_ids(ADA, [ours.id, theirs.id])
     assert later.ids_to_store(ADA, [ours.id, theirs.id]) == (ours.id, theirs.id)
 
@@ -211,7 +211,7 @@ def junk(row: DataKeyRow, generation: int = 7) -> DataKeyRow:
     return row._replace(id=99, generation=generation)
 
 
-def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names(keys: KeyCache) -> None:
+def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [row, junk(row)._replace(id=98), junk(row)])
     for key_id in (98, 99):
@@ -220,7 +220,7 @@ def test_record_under_a_junk_key_is_rejected_by_the_row_that_it_names(keys: KeyC
 
 
 def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id(
-    keys: KeyCache,
+    keys: DatabaseKeys,
 ) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [row._replace(id=99)])
@@ -228,7 +228,7 @@ def test_record_whose_key_has_lost_its_id_is_rejected_by_the_row_with_another_id
         staged.open(ADA, CONTEXT, build_header(1, row.id) + bytes(40))
 
 
-def test_row_no_longer_names_junk_keys_and_keys_that_are_not_stored(keys: KeyCache) -> None:
+def test_row_no_longer_names_junk_keys_and_keys_that_are_not_stored(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     for stored in ([row], [row, junk(row)]):
         staged = read_and_chosen(keys, stored, [99, row.id])
@@ -237,7 +237,9 @@ def test_row_no_longer_names_junk_keys_and_keys_that_are_not_stored(keys: KeyCac
 
 
 @pytest.mark.parametrize("taken", [0, 7, LAST - 1])
-def test_new_key_has_a_generation_that_no_junk_key_has_taken(keys: KeyCache, taken: int) -> None:
+def test_new_key_has_a_generation_that_no_junk_key_has_taken(
+    keys: DatabaseKeys, taken: int
+) -> None:
     (row,) = made(keys, 1)
     for order in ([row, junk(row, taken)], [junk(row, taken), row]):
         staged = read_and_chosen(keys, order, [row.id])
@@ -246,7 +248,7 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(keys: KeyCache, tak
         assert current_id(read_and_chosen(keys, [row, new], [row.id, new.id])) == new.id
 
 
-def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key(keys: KeyCache) -> None:
+def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key(keys: DatabaseKeys) -> None:
     (bobs,) = made(keys, 1, BOB)
     staged = read(keys, [junk(bobs)._replace(owner=ADA)])
     assert not staged.has_keys(ADA)
@@ -255,7 +257,7 @@ def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key(keys: KeyCach
 
 @pytest.mark.parametrize("generation", ["text", None, 1.5, b"7"])
 def test_junk_key_whose_generation_is_no_integer_takes_none(
-    keys: KeyCache, generation: object
+    keys: DatabaseKeys, generation: object
 ) -> None:
     """SQLite stores any type in any column."""
     (row,) = made(keys, 1)
@@ -264,7 +266,7 @@ def test_junk_key_whose_generation_is_no_integer_takes_none(
     assert staged.new(ADA).generation == 1
 
 
-def test_no_key_is_made_after_the_last_generation(keys: KeyCache) -> None:
+def test_no_key_is_made_after_the_last_generation(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read_and_chosen(keys, [row, junk(row, LAST)], [row.id])
     with pytest.raises(TamperedError, match="highest possible generation") as rejected:
@@ -280,12 +282,12 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     """A leaked and retired master must not wrap a data key that a running service takes up."""
     both = data_keys(keyring(ANOTHER_MASTER, MASTER))
     (planted,) = made(data_keys(keyring(ANOTHER_MASTER)), 1)
-    staged = StagedKeys(both, accepts_changed_keyring=False)
+    staged = TransactionKeys(both, accepts_changed_keyring=False)
     with pytest.raises(StaleKeyring):
         staged.load([planted], fingerprints(keyring(MASTER)))
     assert not staged.has_keys(ADA)
     both.keyring = keyring(MASTER)
-    again = StagedKeys(both)
+    again = TransactionKeys(both)
     again.load([planted], fingerprints(keyring(MASTER)))
     again.set_candidate_ids(ADA, [planted.id])
     assert current_id(again) is None
@@ -305,7 +307,7 @@ def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
         ([row, unknown], fingerprints(keys.keyring), False),
         ([row, unknown], changed, True),
     ):
-        staged = StagedKeys(keys)
+        staged = TransactionKeys(keys)
         assert not staged.lacks_master
         staged.load(rows, stored)
         assert staged.lacks_master == lacks_master
@@ -335,14 +337,14 @@ def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_d
 
 
 def test_time_of_a_new_key_is_in_microseconds_and_not_before_the_given_time() -> None:
-    staged = StagedKeys(data_keys())
+    staged = TransactionKeys(data_keys())
     began = time.time_ns() // 1000
     assert began <= staged.new(ADA).created_at <= time.time_ns() // 1000
     assert staged.new(ADA, not_before=began + 10**12).created_at == began + 10**12
     assert staged.new(ADA, not_before=5).created_at >= began
 
 
-def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored(keys: KeyCache) -> None:
+def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored(keys: DatabaseKeys) -> None:
     """Another process would not read it."""
     (row,) = made(keys, 1)
     overhead = len(wrap_data_key(row, keys.keyring, MASTER, b"").wrapped)
@@ -353,7 +355,7 @@ def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored(keys: KeyCac
         wrap_data_key(row, keys.keyring, MASTER, longest + b"x")
 
 
-def test_data_key_that_is_wrapped_by_another_backend_is_malformed(keys: KeyCache) -> None:
+def test_data_key_that_is_wrapped_by_another_backend_is_malformed(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     changed = row._replace(
         wrapped=build_header(2, MASTER) + row.wrapped[len(build_header(2, MASTER)) :]
@@ -363,7 +365,7 @@ def test_data_key_that_is_wrapped_by_another_backend_is_malformed(keys: KeyCache
     assert rejected.value.reason == Reason.MALFORMED
 
 
-def test_data_key_that_its_backend_rejects_is_malformed(keys: KeyCache) -> None:
+def test_data_key_that_its_backend_rejects_is_malformed(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read(keys, [wrap_data_key(row, keys.keyring, MASTER, b"short")])
     with pytest.raises(TamperedError, match="its backend rejects the data key") as rejected:
@@ -373,39 +375,39 @@ def test_data_key_that_its_backend_rejects_is_malformed(keys: KeyCache) -> None:
 
 def test_record_of_a_backend_that_is_not_listed_has_a_reason() -> None:
     with pytest.raises(UnknownKeyError, match="encrypted by backend 9") as rejected:
-        StagedKeys(data_keys()).open(ADA, CONTEXT, build_header(9, 1) + bytes(40))
+        TransactionKeys(data_keys()).open(ADA, CONTEXT, build_header(9, 1) + bytes(40))
     assert rejected.value.reason == Reason.UNKNOWN_BACKEND
 
 
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def published(key_cache: KeyCache, *rows: DataKeyRow) -> None:
+def published(database_keys: DatabaseKeys, *rows: DataKeyRow) -> None:
     """Put the keys of *rows* into the cache, all of them named by their owners."""
-    staged = read(key_cache, rows)
+    staged = read(database_keys, rows)
     for row in rows:
         staged.set_candidate_ids(row.owner, [row.id])
     staged.publish()
 
 
 def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forgets_it(
-    keys: KeyCache,
+    keys: DatabaseKeys,
 ) -> None:
     (row,) = made(keys, 1)
     published(keys, row)
-    staged, another = StagedKeys(keys), StagedKeys(keys)
+    staged, another = TransactionKeys(keys), TransactionKeys(keys)
     assert current_id(staged) == current_id(another) == row.id
     another.forget(ADA)
     assert current_id(another) is None
     keys.by_owner.drop(ADA)
     assert current_id(staged) == row.id
-    assert current_id(StagedKeys(keys)) is None
+    assert current_id(TransactionKeys(keys)) is None
 
 
 def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such(
-    keys: KeyCache,
+    keys: DatabaseKeys,
 ) -> None:
-    writer = StagedKeys(keys)
+    writer = TransactionKeys(keys)
     rows = [writer.new(ADA), writer.new(BOB)]
     stored = writer.seal(ADA, CONTEXT, b"plaintext")
     later = read(keys, rows)
@@ -413,13 +415,13 @@ def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such(
         later.open(BOB, CONTEXT, stored)
     later.publish()
     with pytest.raises(TamperedError, match="belongs to another owner"):
-        StagedKeys(keys).open(BOB, CONTEXT, stored)
+        TransactionKeys(keys).open(BOB, CONTEXT, stored)
 
 
 # --- records of each kind ------------------------------------------------------------------------
 
-Encrypt = Callable[[StagedKeys, bytes], bytes]
-Decrypt = Callable[[StagedKeys, bytes], bytes]
+Encrypt = Callable[[TransactionKeys, bytes], bytes]
+Decrypt = Callable[[TransactionKeys, bytes], bytes]
 KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
     "content": (
         lambda staged, text: staged.seal(ADA, CONTEXT, text),
@@ -443,7 +445,7 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
 def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     encrypt: Encrypt, decrypt: Decrypt, plaintext: bytes
 ) -> None:
-    staged = StagedKeys(data_keys())
+    staged = TransactionKeys(data_keys())
     staged.new(ADA)
     assert decrypt(staged, encrypt(staged, plaintext)) == plaintext, "nothing is measured"
     staged.operation = operation = Operation("test")
@@ -462,7 +464,7 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
 
 
 def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measured(
-    keys: KeyCache,
+    keys: DatabaseKeys,
 ) -> None:
     row = of_another_backend(keys)
     staged = read(keys, [row])
@@ -477,7 +479,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
 
 
 def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
-    staged = StagedKeys(data_keys(), packing=Packing("zlib"))
+    staged = TransactionKeys(data_keys(), packing=Packing("zlib"))
     staged.new(ADA)
     content = b"x" * 5000
     stored = staged.seal(ADA, CONTEXT, content)
@@ -496,7 +498,7 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
 def test_record_of_another_owner_or_context_is_rejected(
     if_packed: Callable[[bytes], bytes], change: dict[str, Any]
 ) -> None:
-    staged = StagedKeys(data_keys())
+    staged = TransactionKeys(data_keys())
     staged.new(ADA), staged.new(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
     arguments = {"owner_tag": ADA, "context": CONTEXT, "record": stored} | change

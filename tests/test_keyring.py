@@ -25,7 +25,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
-from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
+from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import (
     DATA,
     INDEX,
@@ -415,21 +415,21 @@ async def test_root_key_that_unwraps_another_key_than_it_wraps_is_rejected() -> 
 AES, FERNET = AesGcmBackend(ROOT), FernetBackend(ROOT)
 
 
-async def store(writer: int = 1, *listed: int, limit: int = 100) -> KeyCache:
+async def store(writer: int = 1, *listed: int, limit: int = 100) -> DatabaseKeys:
     """Return the data keys of one process, under a new keyring."""
     keyring = await opened(await made(ROOT), ROOT)
     return on(keyring, writer, *listed, limit=limit)
 
 
-def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> KeyCache:
+def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DatabaseKeys:
     backends: dict[int, EncryptionBackend] = {1: AES, 2: FERNET}
-    return KeyCache(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
+    return DatabaseKeys(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
 
 
-def loaded(key_cache: KeyCache, *rows: DataKeyRow) -> StagedKeys:
+def loaded(database_keys: DatabaseKeys, *rows: DataKeyRow) -> TransactionKeys:
     """Return the keys of a transaction that has read *rows*, all of them named by their owners."""
-    staged = StagedKeys(key_cache)
-    staged.load(rows, fingerprints_of(key_cache.keyring.rows.values()))
+    staged = TransactionKeys(database_keys)
+    staged.load(rows, fingerprints_of(database_keys.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
         staged.set_candidate_ids(owner, [row.id for row in rows])
     return staged
@@ -439,14 +439,14 @@ def fingerprints_of(rows: Iterable[MasterKeyRow]) -> list[MasterFingerprint]:
     return [MasterFingerprint(row.id, row.created_at, row.wrapped) for row in rows]
 
 
-def cipher_of(key_cache: KeyCache, row: DataKeyRow) -> Cipher:
+def cipher_of(database_keys: DatabaseKeys, row: DataKeyRow) -> Cipher:
     """Read *row*, and return the cipher for a record that names it."""
-    return loaded(key_cache, row).key_of(row.owner, build_header(row.backend_id, row.id)).cipher
+    return loaded(database_keys, row).key_of(row.owner, build_header(row.backend_id, row.id)).cipher
 
 
 async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation() -> None:
     first = await store(1)
-    row = StagedKeys(first).new(ADA)
+    row = TransactionKeys(first).new(ADA)
     for listed in ((1,), ()):
         staged = loaded(on(first.keyring, 2, *listed), row)
         assert staged.current(ADA) is None
@@ -455,7 +455,7 @@ async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation()
 
 async def test_data_key_under_a_plaintext_master_key_is_not_usable() -> None:
     rows = await made(ROOT, CLEAR)
-    row = StagedKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
     assert parse_header(row.wrapped)[1] == rows[2].id
     moved = loaded(on(await opened(rows, ROOT, CLEAR), 1), row)
     assert moved.current(ADA) is None
@@ -508,7 +508,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     assert again.row_count == len(stored)
     assert again.matches(fingerprints_of(stored))
     assert junk not in again.rows.values()
-    StagedKeys(on(again, 1)).new(ADA)
+    TransactionKeys(on(again, 1)).new(ADA)
     (record,) = caplog.records
     assert str(junk.id) in record.getMessage()
     assert record.levelname == "ERROR"
@@ -525,7 +525,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
 
 async def test_running_service_uses_no_data_key_under_a_changed_master() -> None:
     rows = await made(ROOT, ROOT)
-    row = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
     known = await opened(rows, ROOT)
     assert loaded(on(known, 1), row).current(ADA) is not None
     changed = [rows[0], row_like(rows[1], created_at=5), rows[2]]
@@ -622,36 +622,36 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows = await made(ROOT, ROOT)
-    row = StagedKeys(on(await opened(rows, ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows, ROOT), 1)).new(ADA)
     known = await opened(rows[:2], ROOT)
     root = Failing(rows[2].wrapped)
     again = await renewed(rows, known, root)
-    assert (bool(again.pending), again.wrapping_master_id) == (True, rows[1].id)
+    assert (bool(again.pending_rows), again.wrapping_master_id) == (True, rows[1].id)
     assert again.matches(fingerprints_of(rows))
     assert again.row_count == 3
     with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet"):
         cipher_of(on(again, 1), row)
-    assert StagedKeys(on(again, 1)).current(ADA) is None
+    assert TransactionKeys(on(again, 1)).current(ADA) is None
     (record,) = caplog.records
     assert f"row {rows[2].id}" in record.getMessage()
     # Before the pause is over, the row is not tried; afterwards it is, and logged only once.
-    assert (await renewed(rows, again, root)).pending
+    assert (await renewed(rows, again, root)).pending_rows
     assert len(root.unwrapped) == 1
     again.retry_at = 0
     assert not again.matches(fingerprints_of(rows))
     again.is_being_renewed = True
     assert again.matches(fingerprints_of(rows))
     again = await renewed(rows, again, root)
-    assert (bool(again.pending), len(root.unwrapped), len(caplog.records)) == (True, 2, 1)
+    assert (bool(again.pending_rows), len(root.unwrapped), len(caplog.records)) == (True, 2, 1)
     again.retry_at = 0
     root.fails.clear()
     again = await renewed(rows, again, root)
-    assert (bool(again.pending), again.wrapping_master_id) == (False, rows[2].id)
+    assert (bool(again.pending_rows), again.wrapping_master_id) == (False, rows[2].id)
     assert loaded(on(again, 1), row).open(ADA, CONTEXT, sealed_by(on(again, 1), row)) == b"text"
 
 
-def sealed_by(key_cache: KeyCache, row: DataKeyRow) -> bytes:
-    staged = loaded(key_cache, row)
+def sealed_by(database_keys: DatabaseKeys, row: DataKeyRow) -> bytes:
+    staged = loaded(database_keys, row)
     staged.set_candidate_ids(ADA, [row.id])
     return staged.seal(ADA, CONTEXT, b"text")
 
@@ -678,11 +678,11 @@ async def test_service_that_cannot_be_reached_is_called_once_for_all_rows() -> N
 
 async def test_known_master_whose_row_changed_is_not_used_while_its_key_service_fails() -> None:
     rows = await made(ROOT, ROOT)
-    row = StagedKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
     known = await opened(rows, ROOT)
     changed = [rows[0], row_like(rows[1], wrapped=b"\x01changed"), rows[2]]
     again = await renewed(changed, known, Failing(b"\x01changed"))
-    assert again.pending
+    assert again.pending_rows
     assert rows[1].id not in again.masters
     with pytest.raises(UnknownKeyError, match="not unwrapped yet"):
         cipher_of(on(again, 1), row)
@@ -713,7 +713,7 @@ async def test_row_that_holds_another_key_than_before_is_rejected(
 
 async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None:
     keys = await store()
-    writer = StagedKeys(keys)
+    writer = TransactionKeys(keys)
     rows, sealed = [], []
     for _ in range(3):
         rows.append(writer.new(ADA))
@@ -727,7 +727,7 @@ async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None
 
 async def test_current_key_is_not_as_new_as_a_newer_one_of_another_backend() -> None:
     first = await store(1)
-    row = StagedKeys(first).new(ADA)
+    row = TransactionKeys(first).new(ADA)
     other = loaded(on(first.keyring, 2, 1), row)
     newer = other.new(ADA)
     sealed = other.seal(ADA, CONTEXT, b"")

@@ -23,7 +23,13 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import IndexMaster
-from adk_secure_sessions.keys.data_keys import DataKey, DataKeyRow, KeyCache, OwnerKeys, StagedKeys
+from adk_secure_sessions.keys.data_keys import (
+    DatabaseKeys,
+    DataKey,
+    DataKeyRow,
+    OwnerKeys,
+    TransactionKeys,
+)
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
 from tests import format_reader
 from tests.maintenance.support import plaintext_backend
@@ -88,10 +94,10 @@ BACKENDS: dict[int, EncryptionBackend] = {
 }
 
 
-def known_keys(accept: list[int]) -> StagedKeys:
+def known_keys(accept: list[int]) -> TransactionKeys:
     """The keys of records.json, as a service has them that lists some backends."""
     keyring = Keyring(bytes(16), IndexMaster(bytes(32)), {}, None)
-    keys = KeyCache(keyring, {i: BACKENDS[i] for i in accept}, accept[0], 100)
+    keys = DatabaseKeys(keyring, {i: BACKENDS[i] for i in accept}, accept[0], 100)
     for key in RECORDS["keys"]:
         row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
         cipher = BACKENDS[key["backend"]].cipher(bytes.fromhex(key["key"]))
@@ -100,7 +106,7 @@ def known_keys(accept: list[int]) -> StagedKeys:
         by_id = {**(before.by_id if before else {}), row.id: data_key}
         keys.by_owner.put(row.owner, OwnerKeys(by_id, data_key, 0))
         keys.owner_tags.put(row.id, row.owner)
-    return StagedKeys(keys)
+    return TransactionKeys(keys)
 
 
 def context_of(case: Json) -> bytes:
@@ -273,7 +279,7 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     keyring = Keyring(database_id, IndexMaster(bytes(32)), masters(), None)
 
     def unwrap() -> bytes:
-        staged = StagedKeys(KeyCache(keyring, BACKENDS, 1, 100))
+        staged = TransactionKeys(DatabaseKeys(keyring, BACKENDS, 1, 100))
         staged.load([row], ())
         # A rejected data key raises when a record names it.
         staged.key_of(row.owner, records.build_header(row.backend_id, row.id))

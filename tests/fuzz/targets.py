@@ -55,7 +55,7 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.keys import aws
-from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.keys.keyring import DATA, INDEX, MasterKeyRow, open_keyring
 from adk_secure_sessions.keys.providers import StaticKey, parse_key
 from adk_secure_sessions.keys.specs import key_provider
@@ -206,7 +206,7 @@ class _World:
     def read(self, rows: list[RawRow]) -> object:
         """Return what a process reads that has not read any of *rows* before."""
         executors, _ = one_database(rows)
-        attempt = self.stored.attempt(keys=StagedKeys(data_keys()))
+        attempt = self.stored.attempt(keys=TransactionKeys(data_keys()))
         found = asyncio.run(GetSession(WHO, _as_stored, self.limit).execute(attempt, executors))
         if found is None:
             return None

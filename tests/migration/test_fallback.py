@@ -497,7 +497,7 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
     await get(service)
     await service._imports.complete_migration()
     runner = service._runner
-    keys = await runner.key_cache()
+    keys = await runner.database_keys()
     await runner.reread_keyring(keys, keys.keyring)
     source.queried.clear()
     assert await service.get_session(**OTHER) is None

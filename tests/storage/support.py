@@ -19,7 +19,7 @@ from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters, Read, Row, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import IndexMaster
-from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys
+from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.operation_runner import Attempt, KeySource, RowCache
@@ -45,7 +45,7 @@ def _statement_names() -> dict[int, str]:
     for name, value in vars(queries).items():
         if isinstance(value, sa.ClauseElement):
             names[id(value)] = name
-        elif name.isupper() and isinstance(value, queries.QueryForms):
+        elif name.isupper() and isinstance(value, queries.QueryVariants):
             names[id(value.without_keys)] = name
             names[id(value.with_keys)] = f"{name} with keys"
     return names
@@ -159,7 +159,9 @@ def keyring(*masters: int, current: int | None = None, pending: bool = False) ->
     rows[INDEX_MASTER] = MasterKeyRow(INDEX_MASTER, "index", "root", 0, b"")
     usable = frozenset(masters)
     waiting = [MasterKeyRow(77, DATA, "root", 0, b"")] if pending else []
-    return Keyring(DATABASE_ID, INDEX, held, current or masters[-1], usable, rows, pending=waiting)
+    return Keyring(
+        DATABASE_ID, INDEX, held, current or masters[-1], usable, rows, pending_rows=waiting
+    )
 
 
 def backends(*, fernet: bool = False) -> Backends:
@@ -168,10 +170,10 @@ def backends(*, fernet: bool = False) -> Backends:
     return register(other, [aes]) if fernet else register(aes, [other])
 
 
-def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> KeyCache:
+def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> DatabaseKeys:
     """A process's data keys: none yet."""
     listed = backends(fernet=fernet)
-    return KeyCache(ring or keyring(), listed.by_id, listed.writer.backend_id, 100)
+    return DatabaseKeys(ring or keyring(), listed.by_id, listed.writer.backend_id, 100)
 
 
 def fingerprints(ring: Keyring | None = None) -> list[MasterFingerprint]:
@@ -225,7 +227,7 @@ class Stored:
 
     def __init__(self, *, events: int = 2, snapshot: bytes | None = None) -> None:
         self.keys = data_keys()
-        staged = StagedKeys(self.keys)
+        staged = TransactionKeys(self.keys)
         self.key_rows = [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
         app_key, user_key = ((row.id,) for row in self.key_rows)
         app_row = AppRow(1, WHO.app_tag, encode_text(WHO.app_name), 5, b"")
@@ -261,11 +263,11 @@ class Stored:
 
     def reading(self) -> Attempt:
         """An attempt that has read the stored data keys."""
-        keys = StagedKeys(self.keys)
+        keys = TransactionKeys(self.keys)
         keys.load(self.key_rows, fingerprints())
         return self.attempt(keys)
 
-    def attempt(self, keys: StagedKeys) -> Attempt:
+    def attempt(self, keys: TransactionKeys) -> Attempt:
         cache = RowCache(10)
         return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.sequence)
 

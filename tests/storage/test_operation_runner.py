@@ -27,7 +27,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys, StaleKeyring
+from adk_secure_sessions.keys.data_keys import DataKeyRow, StaleKeyring, TransactionKeys
 from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
@@ -127,7 +127,7 @@ def load_keys(attempt: Attempt) -> str:
 
 async def runner_that_knows_the_keys() -> OperationRunner:
     runner = runner_of(one_database()[0])
-    staged = StagedKeys(await runner.key_cache())
+    staged = TransactionKeys(await runner.database_keys())
     for owner in (WHO.app_tag, WHO.user_tag):
         staged.new(owner)
     staged.publish()
@@ -265,7 +265,7 @@ async def test_keys_of_an_attempt_that_failed_are_not_shared(pauses: list[float]
     runner = runner_of(one_database()[0])
     with pytest.raises(TamperedError):
         await runner.run(Scripted(fails))
-    assert not (await runner.key_cache()).knows(WHO.user_tag)
+    assert not (await runner.database_keys()).knows(WHO.user_tag)
 
 
 # --- data keys in a key database -----------------------------------------------------------------
@@ -275,7 +275,7 @@ NO_KEYS = key_rows([])
 
 
 def stored_keys() -> list[DataKeyRow]:
-    staged = StagedKeys(data_keys())
+    staged = TransactionKeys(data_keys())
     return [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
 
 
@@ -381,13 +381,13 @@ async def test_keyring_that_another_event_loop_opens_meanwhile_is_kept() -> None
 async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call() -> None:
     runner = runner_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
     with pytest.raises(WrongKeyError):
-        await runner.key_cache()
+        await runner.database_keys()
     assert (await runner.keyring()).row_count == 2
 
 
 async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
     """A data key that names a master key of nobody's must not be asked for without end."""
-    forger = StagedKeys(data_keys(keyring(ANOTHER_MASTER)))
+    forger = TransactionKeys(data_keys(keyring(ANOTHER_MASTER)))
     forged = forger.new(WHO.user_tag)
     record = forger.seal(WHO.user_tag, b"", b"")
 
@@ -413,7 +413,7 @@ async def test_tasks_that_saw_the_same_stale_keyring_read_the_new_one_once() -> 
         return keyring()
 
     runner = runner_of(one_database()[0], open_keyring)
-    await runner.key_cache()
+    await runner.database_keys()
     await asyncio.gather(*map(runner.run, operations))
     assert reads == 2
 
@@ -447,7 +447,7 @@ async def test_conflict_of_an_attempt_with_a_new_key_renews_the_keyring(
 
 async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> None:
     newer = keyring(MASTER, ANOTHER_MASTER)
-    row = StagedKeys(data_keys(newer)).new(WHO.user_tag)
+    row = TransactionKeys(data_keys(newer)).new(WHO.user_tag)
     executors, executor = one_database(key_rows([row], newer), key_rows([row], newer))
     runner = runner_of(executors, KeyringReads(keyring(), newer))
     keys = await runner.load_data_keys(WHO.user_tag)
@@ -577,11 +577,11 @@ async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings
         executors, executor = one_database(stored.rows(keys=True), stored.rows(keys=True))
         keyrings = KeyringReads()
         runners.append((await filled_runner(executors, keyrings), executor, keyrings))
-        opened.append(await runners[-1][0].key_cache())
+        opened.append(await runners[-1][0].database_keys())
     never_opened = runner_of(one_database()[0])
     empty_caches()
     for (runner, executor, keyrings), before in zip(runners, opened, strict=True):
-        after = await runner.key_cache()
+        after = await runner.database_keys()
         assert not after.knows(WHO.user_tag)
         assert after.keyring is before.keyring
         identity = await runner.identify(*WHO[:3])
@@ -599,7 +599,7 @@ async def test_operation_that_runs_while_the_caches_are_emptied_fills_none() -> 
         return load_keys(attempt)
 
     await runner.run(Scripted(empties, reads_keys=True))
-    assert not (await runner.key_cache()).knows(WHO.user_tag)
+    assert not (await runner.database_keys()).knows(WHO.user_tag)
 
 
 def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
@@ -658,7 +658,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     for _ in range(3):
         await runner.run(Scripted(reads_keys, reads_keys, reads_keys=True))
     assert len(keyrings.seen) == 4
-    assert not (await runner.keyring()).pending
+    assert not (await runner.keyring()).pending_rows
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -678,7 +678,7 @@ async def test_nothing_is_kept_after_close(rejected: bool) -> None:
         with pytest.raises(WrongKeyError):
             await runner.run(operation)
     rows = weakref.ref(operation.attempts[0].cache)
-    keys = weakref.ref(await runner.key_cache())
+    keys = weakref.ref(await runner.database_keys())
     await runner.close()
     del stored, operation
     gc.collect()

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.keys.keyring import MasterFingerprint
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import schema
-from adk_secure_sessions.storage.queries import QueryRows, chunks
+from adk_secure_sessions.storage.queries import QueryRows, padded_chunks
 from tests.storage.support import WHO
 
 # --- parameters in chunks ------------------------------------------------------------------------
@@ -23,13 +23,13 @@ from tests.storage.support import WHO
     ("number", "lengths"), [(0, []), (1, [2]), (2, [2]), (3, [200]), (200, [200]), (202, [200, 2])]
 )
 def test_chunks_have_one_of_two_lengths_and_lose_no_value(number: int, lengths: list[int]) -> None:
-    made = [*chunks(range(number))]
+    made = [*padded_chunks(range(number))]
     assert [len(part) for part in made] == lengths
     assert {value for part in made for value in part} == set(range(number))
 
 
 def test_short_chunk_repeats_its_last_value() -> None:
-    assert [*chunks(["a"])] == [["a", "a"]]
+    assert [*padded_chunks(["a"])] == [["a", "a"]]
 
 
 # --- on a database -------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def read_rows(connection: sa.Connection, query: sa.Executable, **more: object) -
 
 
 @pytest.mark.parametrize(
-    "forms",
+    "variants",
     [
         sql.SESSION_WITH_ALL_EVENTS,
         sql.SESSION_WITH_LAST_EVENTS,
@@ -119,11 +119,11 @@ def read_rows(connection: sa.Connection, query: sa.Executable, **more: object) -
     ids=["all events", "last events", "no events", "user's list", "app's list", "owners"],
 )
 def test_data_keys_and_the_keyring_are_read_only_where_they_are_asked_for(
-    filled: sa.Connection, forms: sql.QueryForms
+    filled: sa.Connection, variants: sql.QueryVariants
 ) -> None:
-    rows = read_rows(filled, forms.with_keys, limit=1)
+    rows = read_rows(filled, variants.with_keys, limit=1)
     assert (len(rows.data_keys), rows.master_fingerprints) == (1, [MARK])
-    rows = read_rows(filled, forms.without_keys, limit=1)
+    rows = read_rows(filled, variants.without_keys, limit=1)
     assert (rows.data_keys, rows.master_fingerprints) == ([], [])
 
 

@@ -55,7 +55,7 @@ from adk_secure_sessions.formats.json_text import (
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.blind_index import IndexMaster
-from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.service import (
     STALE,
     StaleSessionError,
@@ -173,7 +173,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
-        await self._runner.key_cache()
+        await self._runner.database_keys()
         await _call(self._inner, "prepare_tables")
 
     @accessed("session.create")
@@ -384,7 +384,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Another process may have erased cached ones.
         """
-        keys = await self._runner.key_cache()
+        keys = await self._runner.database_keys()
         await self._feature.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
         staged = await self._runner.run(writes.EnsureOwners(identity))
@@ -399,7 +399,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)
 
-        async def use(keys: StagedKeys, is_current: bool) -> T:
+        async def use(keys: TransactionKeys, is_current: bool) -> T:
             return await work(_SessionCipher(keys, is_current, master, identity))
 
         return await self._runner.run(reads.UseKeys(identity, use))
@@ -440,7 +440,9 @@ class _SessionCipher:
     If *is_current* is True, all data keys were just read, so a missing data key does not exist.
     """
 
-    def __init__(self, keys: StagedKeys, is_current: bool, master: IndexMaster, identity: Identity):
+    def __init__(
+        self, keys: TransactionKeys, is_current: bool, master: IndexMaster, identity: Identity
+    ):
         self._keys = keys
         self._is_current = is_current
         self._index_master = master

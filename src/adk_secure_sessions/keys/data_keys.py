@@ -6,7 +6,7 @@ backend is *listed* if it is the writing backend or one of `additional_backends`
 docs/format.md, "Which data key encrypts", defines three more terms:
 
 - A data key is *usable* if it was created for the writing backend, and its data master is usable
-  (`Keyring.usable`).
+  (`Keyring.usable_master_ids`).
 - An owner's *current* data key is the usable data key that the owner's row names.  Only this key
   encrypts new records: a data key that the row does not name may have been erased, and inserted
   again by an attacker with a copy of its row.
@@ -126,7 +126,7 @@ class OwnerKeys(HoldsSecrets):
 
 
 @dataclass(eq=False, repr=False)
-class KeyCache(HoldsSecrets):
+class DatabaseKeys(HoldsSecrets):
     """The keyring, and a cache of unwrapped data keys that were read from committed rows."""
 
     keyring: Keyring  # another object when the keyring is read again
@@ -152,7 +152,7 @@ class KeyCache(HoldsSecrets):
 
 
 @dataclass(eq=False, repr=False)
-class StagedKeys:
+class TransactionKeys:
     """The data keys that one transaction uses.
 
     If the transaction has read or created data keys of an owner, it uses only these data keys of
@@ -168,13 +168,13 @@ class StagedKeys:
     uses no cached data keys, because one may have been deleted since it was cached.
     """
 
-    _key_cache: KeyCache
+    _database_keys: DatabaseKeys
     _: KW_ONLY
     accepts_changed_keyring: bool = True
     uses_cache: bool = True
     # The ids of data keys that earlier attempts of this operation have stored in a key database.
     # The owners' rows do not name these data keys yet.
-    stored_earlier: Collection[int] = ()
+    key_ids_of_earlier_attempts: Collection[int] = ()
     packing: Packing = Packing()
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class StagedKeys:
     @property
     def keyring(self) -> Keyring:
         """The keyring that this process uses now."""
-        return self._key_cache.keyring
+        return self._database_keys.keyring
 
     def load(self, rows: Iterable[DataKeyRow], fingerprints: Iterable[MasterFingerprint]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
@@ -211,7 +211,7 @@ class StagedKeys:
         If *fingerprints*, which the same query has read from `secure_keyring`, differ from the
         keyring and *accepts_changed_keyring* is False, raise StaleKeyring.
         """
-        keyring_has_changed = not self._key_cache.keyring.matches(fingerprints)
+        keyring_has_changed = not self._database_keys.keyring.matches(fingerprints)
         if keyring_has_changed and not self.accepts_changed_keyring:
             raise StaleKeyring
         by_owner: dict[bytes, dict[int, DataKey | None]] = {}
@@ -267,7 +267,7 @@ class StagedKeys:
         `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
         the clock of this process may be behind the clock that measured the start.
         """
-        keyring, writer = self._key_cache.keyring, self._key_cache.writer
+        keyring, writer = self._database_keys.keyring, self._database_keys.writer
         master_id = keyring.wrapping_master_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
@@ -301,7 +301,7 @@ class StagedKeys:
         Otherwise, another process may have retired or replaced the data master that wraps the data
         key.
         """
-        keyring = self._key_cache.keyring
+        keyring = self._database_keys.keyring
         return {"master_id": keyring.wrapping_master_id, "master_count": keyring.row_count}
 
     def has_keys(self, owner_tag: bytes) -> bool:
@@ -354,7 +354,7 @@ class StagedKeys:
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
-            kind = self._key_cache.encrypting[key.backend_id]
+            kind = self._database_keys.encrypting[key.backend_id]
             self.operation.values.append((kind, len(content) - has_flags, seconds))
         return record
 
@@ -387,7 +387,7 @@ class StagedKeys:
         """
         if self.operation is not None:
             seconds = perf_counter() - began
-            kind = self._key_cache.decrypting[key.backend_id]
+            kind = self._database_keys.decrypting[key.backend_id]
             self.operation.values.append((kind, size, seconds))
 
     def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
@@ -402,7 +402,7 @@ class StagedKeys:
         """
         keys = self._keys_of(owner_tag)
         backend_id, key_id = records.parse_header(record)
-        if backend_id not in self._key_cache.backends:
+        if backend_id not in self._database_keys.backends:
             raise _not_listed(backend_id)
         if key_id in self._rejected:
             raise self._rejected[key_id]
@@ -410,7 +410,7 @@ class StagedKeys:
         if key is not None and key.backend_id == backend_id:
             return key
         key_owner = (
-            self._owner_tags.get(key_id) or self._key_cache.owner_tags.get(key_id) or owner_tag
+            self._owner_tags.get(key_id) or self._database_keys.owner_tags.get(key_id) or owner_tag
         )
         if key is not None or key_owner != owner_tag:
             raise TamperedError(
@@ -425,20 +425,20 @@ class StagedKeys:
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
         for tag, keys in self._by_owner.items():
-            self._key_cache.by_owner.put(tag, self._keys_of(tag) or keys)
+            self._database_keys.by_owner.put(tag, self._keys_of(tag) or keys)
         for key_id, tag in self._owner_tags.items():
-            self._key_cache.owner_tags.put(key_id, tag)
+            self._database_keys.owner_tags.put(key_id, tag)
 
     def forget(self, owner_tag: bytes) -> None:
         """Remove the owner's data keys from the cache, because the owner's row is not stored."""
-        self._key_cache.by_owner.drop(owner_tag)
+        self._database_keys.by_owner.drop(owner_tag)
         self._cached.pop(owner_tag, None)
 
     def _keys_of(self, owner_tag: bytes) -> OwnerKeys | None:
         """Return the owner's data keys, with the current one that `set_candidate_ids` describes."""
         keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
         if keys is None and self.uses_cache:
-            keys = self._key_cache.by_owner.get(owner_tag)
+            keys = self._database_keys.by_owner.get(owner_tag)
             if keys is not None:
                 self._cached[owner_tag] = keys
         if keys is None or owner_tag not in self._candidate_ids:
@@ -448,7 +448,7 @@ class StagedKeys:
             return keys  # the usual case: an earlier call has determined the current data key
         usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
-        candidates = named or [key for key in usable if key.id in self.stored_earlier]
+        candidates = named or [key for key in usable if key.id in self.key_ids_of_earlier_attempts]
         current = max(candidates, key=lambda key: key.generation, default=None)
         if current is not keys.current:
             keys = OwnerKeys(keys.by_id, current, keys.newest_generation)
@@ -456,16 +456,16 @@ class StagedKeys:
         return keys
 
     def _is_usable(self, key: DataKey) -> bool:
-        writer, keyring = self._key_cache.writer, self._key_cache.keyring
-        return key.backend_id == writer.backend_id and key.master_id in keyring.usable
+        writer, keyring = self._database_keys.writer, self._database_keys.keyring
+        return key.backend_id == writer.backend_id and key.master_id in keyring.usable_master_ids
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
         """Authenticate and unwrap *row*; return None if this process was not given its backend.
 
         A missing backend is no error here.  `key_of` raises an error if a record names the backend.
         """
-        key = unwrap_data_key(row, self._key_cache.keyring)
-        backend = self._key_cache.backends.get(row.backend_id)
+        key = unwrap_data_key(row, self._database_keys.keyring)
+        backend = self._database_keys.backends.get(row.backend_id)
         if backend is None:
             return None
         try:

@@ -135,14 +135,14 @@ class Keyring(HoldsSecrets):
     # The data masters with whose data keys this process may encrypt.  A data master that is stored
     # as plaintext is usable only if the writing backend is `NoOpBackend`: anybody with read access
     # to the database can unwrap its data keys.
-    usable: frozenset[int] = frozenset()
+    usable_master_ids: frozenset[int] = frozenset()
     # The accepted rows by id: of `masters` and of the index master.
     rows: Mapping[int, MasterKeyRow] = field(default_factory=dict)
-    rejected: Sequence[MasterKeyRow] = ()
-    pending: Sequence[MasterKeyRow] = ()
+    rejected_rows: Sequence[MasterKeyRow] = ()
+    pending_rows: Sequence[MasterKeyRow] = ()
     # Data masters that are not used any more, because their rows have changed and the changed rows
     # were rejected or are pending.  A later row with such an id must hold the same key.
-    former: Mapping[int, Aes256Gcm] = field(default_factory=dict)
+    former_masters: Mapping[int, Aes256Gcm] = field(default_factory=dict)
     # The number of stored rows.  Above `MAX_ROWS`, only those that this process knew were loaded.
     row_count: int = -1
     separation: SeparationState | None = field(default=None, init=False)
@@ -158,7 +158,7 @@ class Keyring(HoldsSecrets):
     is_being_renewed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        stored = [*self.rows.values(), *self.rejected, *self.pending]
+        stored = [*self.rows.values(), *self.rejected_rows, *self.pending_rows]
         if self.row_count < 0:
             self.row_count = len(stored)
         self._fingerprints = frozenset(
@@ -169,7 +169,7 @@ class Keyring(HoldsSecrets):
         """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
         if (master := self.masters.get(key_id)) is not None:
             return master
-        if any(row.id == key_id for row in self.pending):
+        if any(row.id == key_id for row in self.pending_rows):
             raise UnknownKeyError(
                 f"data master {key_id} is not unwrapped yet, because its key service failed: "
                 "check the log and the key service"
@@ -320,11 +320,11 @@ async def open_keyring(
         index_master,
         masters,
         wrapping_master_id=max(usable)[2] if usable else None,
-        usable=frozenset(row_id for *_, row_id in usable),
+        usable_master_ids=frozenset(row_id for *_, row_id in usable),
         rows=opening.accepted,
-        rejected=opening.rejected,
-        pending=opening.pending,
-        former=opening.former(),
+        rejected_rows=opening.rejected,
+        pending_rows=opening.pending,
+        former_masters=opening.former(),
         row_count=row_count,
     )
 
@@ -346,9 +346,9 @@ class _Opening:
         # What the known keyring has.
         self._rows = known.rows if known else {}
         self._index_master = known.index_master if known else None
-        self._masters = {**known.former, **known.masters} if known else {}
-        self._were_rejected = known.rejected if known else ()
-        self._were_pending = known.pending if known else ()
+        self._masters = {**known.former_masters, **known.masters} if known else {}
+        self._were_rejected = known.rejected_rows if known else ()
+        self._were_pending = known.pending_rows if known else ()
         self._is_pause = known is not None and not known.retry_is_due
         self.accepted: dict[int, MasterKeyRow] = {}
         self.rejected: list[MasterKeyRow] = []

@@ -192,9 +192,9 @@ class Database(HoldsSecrets, ClosedByWith):
 
     async def reread_keyring(self) -> Keyring:
         """Read the keyring again and return it.  Call this method after master keys changed."""
-        key_cache = await self.runner.key_cache()
-        await self.runner.reread_keyring(key_cache, key_cache.keyring)
-        return key_cache.keyring
+        database_keys = await self.runner.database_keys()
+        await self.runner.reread_keyring(database_keys, database_keys.keyring)
+        return database_keys.keyring
 
     def reader_of(
         self, table: sa.FromClause

@@ -22,7 +22,7 @@ from adk_secure_sessions.formats.records import (
     split_id,
     split_owner,
 )
-from adk_secure_sessions.keys.data_keys import DataKey, StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKey, TransactionKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
@@ -156,7 +156,7 @@ class _EncryptedRecord(NamedTuple):
 
 
 async def _records_of_owner(
-    db: Database, keys: StagedKeys, table: sa.Table, row: OwnerRow
+    db: Database, keys: TransactionKeys, table: sa.Table, row: OwnerRow
 ) -> list[_EncryptedRecord] | None:
     """Return the records of the row and the version witness of an app or user.
 
@@ -324,7 +324,7 @@ class DataRotationRun(RotationRun):
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
             await self._db.runner.run_on_keys(lambda connection: connection.execute(query).close())
 
-    def _target(self, keys: StagedKeys, owner_tag: bytes) -> DataKey | None:
+    def _target(self, keys: TransactionKeys, owner_tag: bytes) -> DataKey | None:
         """Return the data key with which to re-encrypt the owner's records, or None.
 
         Return None if the current data key is not the newest one, or is older than the
@@ -336,7 +336,7 @@ class DataRotationRun(RotationRun):
         return current if current.created_at >= self.result.since else None
 
     async def _reencrypt(
-        self, keys: StagedKeys, owner_tag: bytes, records: list[_EncryptedRecord]
+        self, keys: TransactionKeys, owner_tag: bytes, records: list[_EncryptedRecord]
     ) -> None:
         """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
 
@@ -407,11 +407,11 @@ class DataRotationRun(RotationRun):
 
 
 def _plaintext(
-    keys: StagedKeys, owner_tag: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
+    keys: TransactionKeys, owner: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
     if_packed = reject_flags if column.table is witnesses else keep_packed
-    return keys.open_with_flags(owner_tag, context, stored, if_packed)
+    return keys.open_with_flags(owner, context, stored, if_packed)
 
 
 # The records to replace and the new ones, by column.

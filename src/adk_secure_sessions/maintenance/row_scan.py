@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, require_bytes, split_id
-from adk_secure_sessions.keys.data_keys import DataKeyRow, StagedKeys
+from adk_secure_sessions.keys.data_keys import DataKeyRow, TransactionKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.storage import reads
@@ -176,7 +176,7 @@ async def _stored_rows(db: Database, row_ids: Iterable[int]) -> list[SessionRow]
 
 
 def _decrypt_ids(
-    row: SessionRow, owner: tuple[UserRow, object] | None, keys: StagedKeys
+    row: SessionRow, owner: tuple[UserRow, object] | None, keys: TransactionKeys
 ) -> ScannedSession:
     """Decrypt the ids of *row*; *owner* is its user's row, and the name of the user's app."""
     try:

@@ -43,17 +43,15 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets
-from adk_secure_sessions.keys.data_keys import DataKeyRow, KeyCache, StagedKeys, StaleKeyring
-from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.storage.clusters import claim_keyring
-from adk_secure_sessions.storage.queries import (
-    INSERT_KEY,
-    QueryForms,
-    QueryRows,
-    chunks,
-    keys_of_owners,
-    numbered,
+from adk_secure_sessions.keys.data_keys import (
+    DatabaseKeys,
+    DataKeyRow,
+    StaleKeyring,
+    TransactionKeys,
 )
+from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.schema import Identity, Owner, StoredSession, WitnessRow, identify
 
 T = TypeVar("T")
@@ -236,7 +234,7 @@ class Attempt(NamedTuple):
     """
 
     identity: Identity
-    keys: StagedKeys
+    keys: TransactionKeys
     cache: RowCache
     key_source: KeySource
     may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
@@ -244,12 +242,12 @@ class Attempt(NamedTuple):
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     after_commit: list[Callable[[], None]] | None = None
     keys_are_complete: bool = True  # reading the data keys again would find no missing one
-    may_reread: bool = False  # the keyring may be read again if a data master is missing
+    may_reread_keyring: bool = False  # the keyring may be read again if a data master is missing
 
     @property
     def unknown_key_is_final(self) -> bool:
         """Whether another attempt would raise UnknownKeyError again."""
-        return self.keys_are_complete and not (self.keys.lacks_master and self.may_reread)
+        return self.keys_are_complete and not (self.keys.lacks_master and self.may_reread_keyring)
 
     def call_after_commit(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
@@ -262,7 +260,7 @@ class Attempt(NamedTuple):
         """Cache *session*, which this write sends, after the commit."""
         self.call_after_commit(partial(self.cache.put_session, session, witness, is_verified=True))
 
-    def discard_after_commit(self) -> None:
+    def cancel_after_commit(self) -> None:
         """Do not cache what this write has sent so far, because its changes matched no row."""
         if self.after_commit:
             self.after_commit.clear()
@@ -274,22 +272,22 @@ class Attempt(NamedTuple):
         for row in self.keys.new_rows:
             _record_data_key(self.keys.keyring, row)
 
-    def form_of(self, forms: QueryForms) -> sa.CompoundSelect[Any]:
-        return forms.with_keys if self.key_source is KeySource.QUERY else forms.without_keys
+    def variant_of(self, query: sql.QueryVariants) -> sa.CompoundSelect[Any]:
+        return query.with_keys if self.key_source is KeySource.QUERY else query.without_keys
 
-    def rows_of(self, answer: Sequence[Row]) -> QueryRows:
+    def load_rows(self, answer: Sequence[Row]) -> sql.QueryRows:
         """Return the rows in *answer*, and unwrap the data keys that the query has read."""
-        rows = QueryRows(answer)
+        rows = sql.QueryRows(answer)
         if self.key_source is KeySource.QUERY:
             self.keys.load(rows.data_keys, rows.master_fingerprints)
         return rows
 
     async def read(
-        self, executors: Executors, forms: QueryForms, **parameters: object
-    ) -> QueryRows:
-        """Read the rows of *identity*; *parameters* are those of *forms* except the tags."""
+        self, executors: Executors, query: sql.QueryVariants, **parameters: object
+    ) -> sql.QueryRows:
+        """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
         values = {**self.identity.tags(), **parameters}
-        return self.rows_of(await executors.data.read(self.form_of(forms), values))
+        return self.load_rows(await executors.data.read(self.variant_of(query), values))
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
@@ -335,7 +333,7 @@ class _OpenState(NamedTuple):
     *expires* (monotonic seconds).
     """
 
-    key_cache: KeyCache
+    keys: DatabaseKeys
     row_cache: RowCache
     identities: Lru[tuple[str, str, str, bool], Identity]
     objects: dict[object, Any]  # see `OperationRunner.cached_object`
@@ -382,9 +380,9 @@ class OperationRunner:
     def __post_init__(self) -> None:
         self._opened: _OpenState | None = None
         self._locks = LoopLocks()
-        # `reread_keyring` raises this error until `_retry_at`.
-        self._rejected: SecureSessionError | None = None
-        self._retry_at = 0.0
+        # `reread_keyring` raises this error until `_keyring_retry_at`.
+        self._keyring_error: SecureSessionError | None = None
+        self._keyring_retry_at = 0.0
         _runners[self] = None
 
     @property
@@ -394,10 +392,10 @@ class OperationRunner:
         return self._backends
 
     async def keyring(self) -> Keyring:
-        return (await self._ensure_open()).key_cache.keyring
+        return (await self._ensure_open()).keys.keyring
 
-    async def key_cache(self) -> KeyCache:
-        return (await self._ensure_open()).key_cache
+    async def database_keys(self) -> DatabaseKeys:
+        return (await self._ensure_open()).keys
 
     async def cached_object(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that is kept for *key* until the caches are emptied; *make* returns a
@@ -415,7 +413,7 @@ class OperationRunner:
         If *expires* is given, empty only caches that expire at this time (monotonic seconds).
         """
         if (opened := self._opened) is not None and expires in (None, opened.expires):
-            new = self._with_empty_caches(opened.key_cache.keyring)
+            new = self._with_empty_caches(opened.keys.keyring)
             if expires is None:  # the running timers stay
                 new = new._replace(expires=opened.expires, timers=opened.timers)
             self._opened = new
@@ -426,7 +424,7 @@ class OperationRunner:
         if started and (timer := started()):
             timer.cancel()
         # The frames in an error's traceback refer to keys, so also discard the error.
-        self._opened = self._rejected = None
+        self._opened = self._keyring_error = None
         await self.executors.close()
 
     async def identify(
@@ -438,12 +436,12 @@ class OperationRunner:
         if opened is None:
             opened = await self._ensure_open()
         ids = (app_name, user_id, session_id, is_collection)
-        return opened.identities.get(ids) or identify(opened.key_cache.keyring.index_master, *ids)
+        return opened.identities.get(ids) or identify(opened.keys.keyring.index_master, *ids)
 
     @property
     def keyring_if_open(self) -> Keyring | None:
         """The keyring; None if the database is not open."""
-        return self._opened and self._opened.key_cache.keyring
+        return self._opened and self._opened.keys.keyring
 
     async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
         """Attempt *operation* until it succeeds, or has had *conflicts* conflicts; see `Retries`.
@@ -462,9 +460,9 @@ class OperationRunner:
         self, operation: StorageOperation[T], opened: _OpenState, conflicts: int | None
     ) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
-        identity, key_cache = operation.identity, opened.key_cache
+        identity, database_keys = operation.identity, opened.keys
         separate = self.executors.has_key_database
-        are_cached = key_cache.knows(identity.app_tag, identity.user_tag)
+        are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
         needs_fresh_keys = operation.needs_fresh_keys or not are_cached
         if measured := telemetry.current_operation():
             measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
@@ -479,12 +477,12 @@ class OperationRunner:
         new_key_ids: list[int] = []  # of data keys stored in the key database
         in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
-            keyring_seen = key_cache.keyring
-            keys = StagedKeys(
-                key_cache,
+            keyring_seen = database_keys.keyring
+            keys = TransactionKeys(
+                database_keys,
                 accepts_changed_keyring=accepts_changed_keyring,
                 uses_cache=not needs_fresh_keys,
-                stored_earlier=new_key_ids,
+                key_ids_of_earlier_attempts=new_key_ids,
                 packing=self.packing,
             )
             source = KeySource.CACHE
@@ -500,7 +498,7 @@ class OperationRunner:
                 locks_rows=retries is not None and retries.locks_rows,
                 after_commit=[] if operation.writes else None,
                 keys_are_complete=needs_fresh_keys and keys_match_rows,
-                may_reread=rereads < _REREADS,
+                may_reread_keyring=rereads < _REREADS,
             )
             is_first = False
             try:
@@ -511,10 +509,10 @@ class OperationRunner:
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
                 except UnknownKeyError:
-                    if keys.lacks_master and attempt.may_reread:
+                    if keys.lacks_master and attempt.may_reread_keyring:
                         # Another process has changed the keyring again since it was read again.
                         rereads += 1
-                        await self.reread_keyring(key_cache, keyring_seen)
+                        await self.reread_keyring(database_keys, keyring_seen)
                         telemetry.count_retry("keyring")
                         continue
                     if attempt.unknown_key_is_final:
@@ -529,24 +527,24 @@ class OperationRunner:
                             "try again",
                             retryable=True,
                         ) from None
-                    row = await self._store_data_key(key_cache, keys, need, keyring_seen)
+                    row = await self._store_data_key(database_keys, keys, need, keyring_seen)
                     new_key_ids.append(row.id)
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
-                    await self.reread_keyring(key_cache, keyring_seen)
+                    await self.reread_keyring(database_keys, keyring_seen)
                     accepts_changed_keyring = True
                     telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
                     # So another process may have caused the conflict by changing the keyring.
                     if keys.new_rows:
-                        await self.reread_keyring(key_cache, keyring_seen)
+                        await self.reread_keyring(database_keys, keyring_seen)
                     raise
                 else:
                     keys.publish()
                     for row in in_doubt:
                         if keys.has_loaded(row):
-                            _record_data_key(key_cache.keyring, row)
+                            _record_data_key(database_keys.keyring, row)
                     _cache_identity(opened, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
@@ -572,59 +570,60 @@ class OperationRunner:
         run = self.executors.key_tables.run_sync
         return await retried(lambda: run(work, commit=commit), writes=True)
 
-    async def read_data_keys(self, owners: Iterable[object]) -> QueryRows:
+    async def read_data_keys(self, owners: Iterable[object]) -> sql.QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
         return await read_data_keys(self.read_keys, owners)
 
-    async def load_data_keys(self, *owners: object) -> StagedKeys:
+    async def load_data_keys(self, *owners: object) -> TransactionKeys:
         """Read and return the data keys of *owners*, which are tags.
 
         A data key that was tampered with raises DecryptionError when it is used.
         """
-        key_cache, tags = await self.key_cache(), list(owners)
+        database_keys, tags = await self.database_keys(), list(owners)
         rereads = 0
         while True:
-            old, again = key_cache.keyring, rereads > 0
+            old, again = database_keys.keyring, rereads > 0
             rows = await self.read_data_keys(tags)
-            staged = StagedKeys(
-                key_cache, accepts_changed_keyring=again, uses_cache=False, packing=self.packing
+            staged = TransactionKeys(
+                database_keys, accepts_changed_keyring=again, uses_cache=False, packing=self.packing
             )
             with suppress(StaleKeyring):
                 staged.load(rows.data_keys, rows.master_fingerprints)
                 if not staged.lacks_master or rereads > _REREADS:
                     return staged
-            await self.reread_keyring(key_cache, old)
+            await self.reread_keyring(database_keys, old)
             rereads += 1
 
-    async def reread_keyring(self, key_cache: KeyCache, old: Keyring) -> None:
-        """Read the keyring of *key_cache* again, unless another task has replaced *old* since.
+    async def reread_keyring(self, database_keys: DatabaseKeys, old: Keyring) -> None:
+        """Read the keyring of *database_keys* again, unless another task has replaced *old* since.
 
         After an error, calls within the next *keyring_pause* seconds raise the same error.  An
         operation passes the cache that it began with, which it continues to use after `close`.
         """
         async with self._locks.hold("keyring"):
-            if key_cache.keyring is not old:
+            if database_keys.keyring is not old:
                 return
-            if self._rejected is not None and time.monotonic() < self._retry_at:
-                raise self._rejected.with_traceback(None)
-            self._rejected = None
+            if self._keyring_error is not None and time.monotonic() < self._keyring_retry_at:
+                raise self._keyring_error.with_traceback(None)
+            self._keyring_error = None
             old.is_being_renewed = True
             try:
                 renewed = await retried(lambda: self._open_keyring(old))
             except SecureSessionError as error:
-                self._rejected, self._retry_at = error, time.monotonic() + self.keyring_pause
+                self._keyring_error = error
+                self._keyring_retry_at = time.monotonic() + self.keyring_pause
                 raise
             finally:
                 old.is_being_renewed = False
-            if renewed.pending:
-                paused = old.pending and not old.retry_is_due
+            if renewed.pending_rows:
+                paused = old.pending_rows and not old.retry_is_due
                 again = time.monotonic() + self.keyring_pause
                 renewed.retry_at = old.retry_at if paused else again
-            key_cache.keyring = renewed
+            database_keys.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
             # object: a rotation would then miss the master key that it has just created.
-            if (opened := self._opened) is not None and opened.key_cache.keyring is old:
-                opened.key_cache.keyring = renewed
+            if (opened := self._opened) is not None and opened.keys.keyring is old:
+                opened.keys.keyring = renewed
 
     async def _ensure_open(self) -> _OpenState:
         """Return the keys and the caches; open the database, or empty expired caches, first."""
@@ -632,10 +631,10 @@ class OperationRunner:
         if opened is None:
             opened = await self._open()
         elif time.monotonic() >= opened.expires:
-            self._opened = opened = self._with_empty_caches(opened.key_cache.keyring)
+            self._opened = opened = self._with_empty_caches(opened.keys.keyring)
         self._start_timer(opened)
         if self.before_use is not None:
-            await self.before_use(opened.key_cache.keyring)
+            await self.before_use(opened.keys.keyring)
         return opened
 
     def _start_timer(self, opened: _OpenState) -> None:
@@ -657,7 +656,7 @@ class OperationRunner:
                     audit.record_opened(None, type(error).__name__)
                     raise
                 audit.record_opened(keyring.database_id, None)
-                self._rejected = None
+                self._keyring_error = None
                 # Another event loop may have opened the database meanwhile, and marked its keyring
                 # with an indexed state key.
                 self._opened = self._opened or self._with_empty_caches(keyring)
@@ -667,7 +666,7 @@ class OperationRunner:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         writer_id = self.backends.writer.backend_id
         return _OpenState(
-            KeyCache(keyring, self.backends.by_id, writer_id, self.cache.data_keys),
+            DatabaseKeys(keyring, self.backends.by_id, writer_id, self.cache.data_keys),
             RowCache(self.cache.sessions, self.cache.events),
             Lru(self.cache.sessions),
             {},
@@ -676,7 +675,7 @@ class OperationRunner:
         )
 
     async def _store_data_key(
-        self, key_cache: KeyCache, keys: StagedKeys, need: NeedsDataKey, keyring: Keyring
+        self, database: DatabaseKeys, keys: TransactionKeys, need: NeedsDataKey, keyring: Keyring
     ) -> DataKeyRow:
         """Store the data key that the attempt needs in the key database, and return its row.
 
@@ -684,12 +683,12 @@ class OperationRunner:
         """
         row = keys.new(need.owner_tag, need.not_before)
         columns = row._asdict() | keys.keyring_guard()
-        changes = [*claim_keyring(row.id), Change(INSERT_KEY, columns)]
+        changes = [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
         record = partial(_record_data_key, keyring, row)
         try:
             await self.executors.key_tables.write(partial(apply_changes, changes), record)
         except Conflict:
-            await self.reread_keyring(key_cache, keyring)
+            await self.reread_keyring(database, keyring)
             raise
         return row
 
@@ -723,16 +722,16 @@ def try_apply(changes: Sequence[Change]) -> Steps[bool]:
 
 async def read_data_keys(
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
-) -> QueryRows:
+) -> sql.QueryRows:
     """Return all data keys of *owners*, which are tags, and the fingerprint of each keyring row.
 
     *read* runs a query on the database that stores data keys.
     """
-    rows = QueryRows(())
+    rows = sql.QueryRows(())
     # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
     # column, so a tag that somebody modified can have any type.
-    for tags in chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
-        part = QueryRows(await read(keys_of_owners(len(tags)), numbered(tags)))
+    for tags in sql.padded_chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
+        part = sql.QueryRows(await read(sql.keys_of_owners(len(tags)), sql.list_parameters(tags)))
         rows.data_keys += part.data_keys
         rows.master_fingerprints = part.master_fingerprints
     return rows

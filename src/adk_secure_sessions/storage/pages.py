@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Parameters, Row
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.storage.queries import chunks, first_rows, is_one_of, numbered
+from adk_secure_sessions.storage import queries as sql
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,8 +76,8 @@ async def rows_where(
 ) -> list[Row]:
     """Return the rows of *query*, a constant or cached, whose *column* has one of *values*."""
     rows: list[Row] = []
-    for part in chunks(values):
-        rows += await read(_where(query, column, len(part)), numbered(part))
+    for part in sql.padded_chunks(values):
+        rows += await read(_where(query, column, len(part)), sql.list_parameters(part))
     return rows
 
 
@@ -132,7 +132,7 @@ def _within(query: sa.Select[Any], key: Key, has_limits: Span) -> sa.Select[Any]
 
 @functools.cache
 def _where(query: sa.Select[Any], column: Key, number: int) -> sa.Select[Any]:
-    return query.where(is_one_of(column, number))
+    return query.where(sql.is_one_of(column, number))
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def _page(
             before = [_position(key, n) == key[n] for n in range(number)]
             later.append(sa.and_(*before, column > _position(key, number)))
         query = query.where(sa.or_(*later))
-    return first_rows(query.order_by(*key), size)
+    return sql.first_rows(query.order_by(*key), size)
 
 
 def _position(key: tuple[Key, ...], number: int) -> sa.BindParameter[Any]:

@@ -49,9 +49,9 @@ _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 
 
-class QueryForms(NamedTuple):
-    """Two forms of one query, of which one also reads data keys and the `MasterFingerprint` of each
-    row of the keyring.  The fingerprints tell whether the keyring has changed: a data key that is
+class QueryVariants(NamedTuple):
+    """Two variants of one query.  One also reads data keys and the `MasterFingerprint` of each row
+    of the keyring.  The fingerprints tell whether the keyring has changed: a data key that is
     wrapped with a retired data master must be rejected.
     """
 
@@ -166,7 +166,7 @@ _WITNESS_OF_APP, _WITNESS_OF_USER, _WITNESS_OF_SESSION = (
 def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
     keys = _KEY_KIND.select(c.owner == owner, *conditions).order_by(c.generation)
-    return _first(MAX_KEYS, keys, f"keys_of_{owner.key}")
+    return _first_subquery(keys, MAX_KEYS, f"keys_of_{owner.key}")
 
 
 def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:
@@ -178,13 +178,13 @@ def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.
     return query.limit(limit).offset(_ZERO)
 
 
-def _first(count: int, rows: sa.Select[Any], name: str) -> sa.Select[Any]:
-    """Return a SELECT of the first *count* rows of *rows*, for use in a UNION ALL."""
-    return sa.select(first_rows(rows, count).subquery(name))
+def _first_subquery(query: sa.Select[Any], limit: int, name: str) -> sa.Select[Any]:
+    """Return a SELECT of the first *limit* rows of *query*, for use in a UNION ALL."""
+    return sa.select(first_rows(query, limit).subquery(name))
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
-_MASTER_ROWS = _first(MAX_ROWS + 1, _MASTER_KIND.select(), "masters")
+_MASTER_ROWS = _first_subquery(_MASTER_KIND.select(), MAX_ROWS + 1, "masters")
 _KEYS = (_keys_of(_app_tag), _keys_of(_user_tag), _MASTER_ROWS)
 _APP_AND_USER = (_THE_APP, _THE_USER, _WITNESS_OF_APP, _WITNESS_OF_USER)
 
@@ -224,33 +224,33 @@ _SESSION_AND_OWNERS = (
 )
 
 
-def _forms(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> QueryForms:
-    """Return the two forms of the UNION ALL of *members*; one also has *keys*, by default those of
-    one app and one user.
+def _variants(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> QueryVariants:
+    """Return the two variants of the UNION ALL of *members*; one also has *keys*, by default those
+    of one app and one user.
     """
-    return QueryForms(sa.union_all(*members), sa.union_all(*members, *keys))
+    return QueryVariants(sa.union_all(*members), sa.union_all(*members, *keys))
 
 
-def _session_forms(*history: sa.Select[Any]) -> QueryForms:
+def _session_variants(*history: sa.Select[Any]) -> QueryVariants:
     state = _SNAPSHOT_KIND.select(snapshots.c.session_row == _SESSION_ID)
-    return _forms(*_SESSION_AND_OWNERS, state, *history)
+    return _variants(*_SESSION_AND_OWNERS, state, *history)
 
 
-def _listing(*conditions: sa.ColumnElement[bool]) -> QueryForms:
-    """Return the forms of the query for a user's sessions and collections.
+def _listing(*conditions: sa.ColumnElement[bool]) -> QueryVariants:
+    """Return the variants of the query for a user's sessions and collections.
 
     Without the collections, an attacker could hide a session by marking its row as a collection.
     """
     mine = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
-    return _forms(
+    return _variants(
         *_APP_AND_USER,
         _select_listed(mine),
         _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, mine),
     )
 
 
-def _forms_of_users(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) -> QueryForms:
-    """Return the forms of the query for *members*, their app, and its users with *condition*."""
+def _user_variants(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) -> QueryVariants:
+    """Return the variants of the query for *members*, their app, and its users with *condition*."""
     tags = sa.select(users.c.tag).where(condition)
     owners = (
         _THE_APP,
@@ -259,11 +259,11 @@ def _forms_of_users(condition: sa.ColumnElement[bool], *members: sa.Select[Any])
         _WITNESS_KIND.select(witnesses.c.tag.in_(tags)),
     )
     their_keys = _KEY_KIND.select(data_keys.c.owner.in_(tags))
-    return _forms(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
+    return _variants(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
-def _listing_of_app() -> QueryForms:
-    """Return the forms of the query for the sessions of all users of an app.
+def _listing_of_app() -> QueryVariants:
+    """Return the variants of the query for the sessions of all users of an app.
 
     Without the users that have no sessions, an attacker could hide the sessions of a user by
     changing the id of the user's row.
@@ -272,7 +272,7 @@ def _listing_of_app() -> QueryForms:
     theirs = sessions.join(users, users.c.id == sessions.c.user_row)
     listed = _select_listed(of_app, source=theirs)
     states = _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_app)
-    return _forms_of_users(of_app, listed, states.select_from(theirs))
+    return _user_variants(of_app, listed, states.select_from(theirs))
 
 
 FoundBy = Literal["session", "user", "expiry"]  # see `page_of_sessions`
@@ -286,8 +286,8 @@ def page_of_sessions(
     with_snapshots: bool,
     by_time: bool = False,
     found_by: FoundBy | None = None,
-) -> QueryForms:
-    """Return the forms of the query for a page of a listing: at most `limit` rows after a position.
+) -> QueryVariants:
+    """Return the variants of the query for a page: at most `limit` rows of a listing.
 
     The rows are those of one user or, with *of_app*, of all users of the app, by their users' row
     ids and then their own row ids, which is the order of creation; with *newest*, in reverse.  The
@@ -336,8 +336,8 @@ def page_of_sessions(
     if with_snapshots:
         members.append(_SNAPSHOT_KIND.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
     if not of_app:
-        return _forms(*_APP_AND_USER, *members)
-    return _forms_of_users(users.c.id.in_(sa.select(page.c.user_row)), *members)
+        return _variants(*_APP_AND_USER, *members)
+    return _user_variants(users.c.id.in_(sa.select(page.c.user_row)), *members)
 
 
 def _last_events() -> sa.Select[Any]:
@@ -348,15 +348,15 @@ def _last_events() -> sa.Select[Any]:
     return _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= first)
 
 
-SESSION_WITH_ALL_EVENTS = _session_forms(_EVENT_KIND.select(events.c.session_row == _SESSION_ID))
-SESSION_WITH_LAST_EVENTS = _session_forms(_last_events())
+SESSION_WITH_ALL_EVENTS = _session_variants(_EVENT_KIND.select(events.c.session_row == _SESSION_ID))
+SESSION_WITH_LAST_EVENTS = _session_variants(_last_events())
 # The parameter `first_seq` is the `seq` of the first event to read.
-SESSION_WITH_NEW_EVENTS = _session_forms(
+SESSION_WITH_NEW_EVENTS = _session_variants(
     _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
 )
-SESSION_WITHOUT_EVENTS = _session_forms()
+SESSION_WITHOUT_EVENTS = _session_variants()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
-SESSION_WITH_EVENTS_BETWEEN = _forms(
+SESSION_WITH_EVENTS_BETWEEN = _variants(
     *_SESSION_AND_OWNERS,
     _EVENT_KIND.select(
         events.c.session_row == _SESSION_ID,
@@ -366,18 +366,18 @@ SESSION_WITH_EVENTS_BETWEEN = _forms(
 SESSIONS_OF_USER = _listing()
 COLLECTIONS_OF_USER = _listing(IS_COLLECTION)
 SESSIONS_OF_APP = _listing_of_app()
-OWNERS = _forms(*_APP_AND_USER)
+OWNERS = _variants(*_APP_AND_USER)
 # The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
 # a row says whether a session or a state was imported before.
-IMPORTED_SESSION = _session_forms(
+IMPORTED_SESSION = _session_variants(
     _MIGRATED_KIND.select(migrated.c.tag.in_([_user_tag, _session_tag]))
 )
-IMPORTED_OWNERS = _forms(
+IMPORTED_OWNERS = _variants(
     *_APP_AND_USER, _MIGRATED_KIND.select(migrated.c.tag.in_([_app_tag, _user_tag]))
 )
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
-INDEXED_SESSION = _session_forms(_INDEXED_KIND.select(indexed.c.row_id == _SESSION_ID))
-INDEXED_USER = _forms(
+INDEXED_SESSION = _session_variants(_INDEXED_KIND.select(indexed.c.row_id == _SESSION_ID))
+INDEXED_USER = _variants(
     *_APP_AND_USER, _INDEXED_KIND.select(indexed.c.row_id == index_row_of_user(_USER_ID))
 )
 EVENT_AT = _EVENT_KIND.select(
@@ -387,7 +387,7 @@ EVENT_AT = _EVENT_KIND.select(
 
 @functools.cache
 def events_at(count: int) -> sa.Select[Any]:
-    """Return the query for *count* events of `session_row`, whose `seq` `numbered` returns."""
+    """Return the query for *count* events of `session_row`, by their `seq` (`list_parameters`)."""
     return _EVENT_KIND.select(
         events.c.session_row == sa.bindparam("session_row"), is_one_of(events.c.seq, count)
     )
@@ -595,12 +595,12 @@ class QueryRows:
 DATA_KEYS: sa.Select[Any] = sa.select(
     *(data_keys.c[name] for name in DataKeyRow._fields[:-1]), bounded(data_keys.c.wrapped)
 )
-# The lengths of value lists in statements; see `chunks`.  Most lists have two values: the tags of
-# an app and a user.
+# The lengths of value lists in statements; see `padded_chunks`.  Most lists have two values: the
+# tags of an app and a user.
 _FEW, _MANY = 2, 200
 
 
-def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+def padded_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Split *values* into lists of 2 or 200, so that only two statements need to be compiled; the
     last list repeats its last value.
     """
@@ -612,21 +612,21 @@ def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def is_one_of(column: sa.ColumnElement[Any], count: int) -> sa.ColumnElement[bool]:
-    """Return the condition that *column* equals one of *count* parameters, which `numbered`
+    """Return the condition that *column* equals one of *count* parameters, which `list_parameters`
     returns.
     """
     return column.in_([sa.bindparam(f"v{n}", type_=column.type) for n in range(count)])
 
 
-def numbered(values: Sequence[object]) -> dict[str, object]:
+def list_parameters(values: Sequence[object]) -> dict[str, object]:
     """Return *values* as the parameters `v0`, `v1` and so on of `is_one_of`."""
     return {f"v{n}": value for n, value in enumerate(values)}
 
 
 @functools.cache
 def keys_of_owners(count: int) -> sa.CompoundSelect[Any]:
-    """Return the query for all data keys of *count* owners, whose tags `numbered` returns, and the
-    `MasterFingerprint` of each row of the keyring, for a key database and for commands.
+    """Return the query for all data keys of *count* owners, by their tags (`list_parameters`), and
+    the `MasterFingerprint` of each row of the keyring, for a key database and for commands.
     """
     if count > _FEW:
         return sa.union_all(_KEY_KIND.select(is_one_of(data_keys.c.owner, count)), _MASTER_ROWS)
@@ -636,9 +636,9 @@ def keys_of_owners(count: int) -> sa.CompoundSelect[Any]:
 
 @functools.cache
 def migrated_rows(owner: str, count: int) -> sa.Select[Any]:
-    """Return the query for the rows of `secure_migrated` with one of *count* tags, as `numbered`
-    returns them, each with the id and the version (for a session, the revision) of the row with
-    this tag in the table *owner*, or NULL.
+    """Return the query for the rows of `secure_migrated` with one of *count* tags
+    (`list_parameters`), each with the id and the version (for a session, the revision) of the row
+    with this tag in the table *owner*, or NULL.
     """
     table = {table.name: table for table in (sessions, users, apps)}[owner]
     version = table.c.revision if table is sessions else table.c.version

@@ -12,7 +12,7 @@ from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors, Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
-from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import (
@@ -89,8 +89,8 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             cached = attempt.cache.events.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=cached is not None)
             if cached is not None:
-                forms, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
-                rows = await attempt.read(executors, forms, first_seq=first)
+                query, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
+                rows = await attempt.read(executors, query, first_seq=first)
                 try:
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
@@ -98,10 +98,10 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         return await self._open(attempt, await self._read_session(attempt, executors))
 
     def _read_session(self, attempt: Attempt, executors: Executors) -> Awaitable[QueryRows]:
-        forms = sql.SESSION_WITH_ALL_EVENTS
+        query = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
-            forms = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
-        return attempt.read(executors, forms, limit=self.limit or 0)
+            query = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
+        return attempt.read(executors, query, limit=self.limit or 0)
 
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: CachedEvents | None = None
@@ -257,17 +257,17 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
     async def execute(
         self, attempt: Attempt, executors: Executors
     ) -> Page[E, EventPosition] | None:
-        position, limit, forms = self.position, self.limit, sql.SESSION_WITH_EVENTS_BETWEEN
+        position, limit, query = self.position, self.limit, sql.SESSION_WITH_EVENTS_BETWEEN
         if not self.newest:
             first = position.seq + 1 if position else 0
             last = first + limit - 1
         elif position:
             first, last = position.seq - limit, position.seq
         else:
-            forms, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
-        rows = await attempt.read(executors, forms, first=first, last=last, limit=limit + 1)
+            query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
+        rows = await attempt.read(executors, query, first=first, last=last, limit=limit + 1)
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
-        has_snapshot = forms is sql.SESSION_WITH_LAST_EVENTS
+        has_snapshot = query is sql.SESSION_WITH_LAST_EVENTS
         session = sealed_rows.open_session(attempt, rows, user, with_snapshot=has_snapshot)
         if session is None or user is None or session.has_expired:
             return None
@@ -412,10 +412,10 @@ class ListSessions(Listing[list[SessionView]]):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
     async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
-        forms = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
+        query = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         if self.is_collection:
-            forms = sql.COLLECTIONS_OF_USER
-        rows = await attempt.read(executors, forms)
+            query = sql.COLLECTIONS_OF_USER
+        rows = await attempt.read(executors, query)
         return await self._views(attempt, executors, rows)
 
 
@@ -487,14 +487,14 @@ class ListPage(Listing[PageOfSessions]):
         self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""
-        forms = sql.page_of_sessions(
+        query = sql.page_of_sessions(
             of_app=self.of_app,
             newest=self._options.newest,
             with_snapshots=self.with_snapshots,
             by_time=self._options.updated is not None,
             found_by=self.found_by,
         )
-        rows = await attempt.read(executors, forms, **self._parameters(position, limit))
+        rows = await attempt.read(executors, query, **self._parameters(position, limit))
         self._check(attempt, rows)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
@@ -531,7 +531,7 @@ class UseKeys(StorageOperation[E]):
     *work* raises UnknownKeyError with cached keys, read the keys and call it again.
     """
 
-    work: Callable[[StagedKeys, bool], Awaitable[E]]
+    work: Callable[[TransactionKeys, bool], Awaitable[E]]
 
     async def execute(self, attempt: Attempt, executors: Executors) -> E:
         is_current = attempt.key_source is not KeySource.CACHE

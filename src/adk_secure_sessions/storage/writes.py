@@ -20,7 +20,7 @@ from adk_secure_sessions.db.protocol import Apply, Change, Executors, Read, Row,
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
-from adk_secure_sessions.keys.data_keys import StagedKeys
+from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
@@ -32,7 +32,7 @@ from adk_secure_sessions.storage.operation_runner import (
     StorageOperation,
     apply_changes,
 )
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryForms, QueryRows
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryRows, QueryVariants
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
     EVENTS,
@@ -169,8 +169,8 @@ class OwnerChanges:
         (microseconds UTC); return whether the row changes.
         """
         tag = owner.row.tag
-        if self._keys.stored_earlier:
-            self._keys.set_candidate_ids(tag, self._keys.stored_earlier)
+        if self._keys.key_ids_of_earlier_attempts:
+            self._keys.set_candidate_ids(tag, self._keys.key_ids_of_earlier_attempts)
         current = self._keys.current(tag)
         is_newest = self._keys.current_is_newest(tag)
         if current is None or current.created_at < not_before or not is_newest:
@@ -243,8 +243,8 @@ class OwnerChanges:
         if keys.current_is_as_new_as(owner_tag, *stored):
             return
         self._require_fresh_keys()
-        if keys.stored_earlier:
-            keys.set_candidate_ids(owner_tag, keys.stored_earlier)
+        if keys.key_ids_of_earlier_attempts:
+            keys.set_candidate_ids(owner_tag, keys.key_ids_of_earlier_attempts)
             if keys.current_is_as_new_as(owner_tag, *stored):
                 return
         for record in stored:
@@ -551,8 +551,8 @@ class AppendEvent(Write[StoredSession]):
     def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
         """Return the changes that replace earlier items of a collection."""
         rows: dict[int, Row] = {}
-        for part in sql.chunks(self.event.replaced):
-            where = {"session_row": session.row.id, **sql.numbered(part)}
+        for part in sql.padded_chunks(self.event.replaced):
+            where = {"session_row": session.row.id, **sql.list_parameters(part)}
             for row in (yield Read(sql.events_at(len(part)), where)):
                 rows[row[EVENT_SEQ]] = row
         changes = []
@@ -652,7 +652,7 @@ class RenewKey(Write[bool]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
         self.created = self.changed = False
-        self.stored_keys = attempt.keys.stored_earlier
+        self.stored_keys = attempt.keys.key_ids_of_earlier_attempts
         rows = yield from read_rows(attempt, sql.OWNERS)
         row = rows.user if self.of_user else rows.app
         if row is None:
@@ -668,7 +668,7 @@ class RenewKey(Write[bool]):
         return True
 
 
-class EnsureOwners(Write[StagedKeys]):
+class EnsureOwners(Write[TransactionKeys]):
     """Store the rows and the data keys of the app and the user of *identity*, if they are missing.
 
     Return their data keys.  Use them at once: a data key that was erased or rotated meanwhile must
@@ -677,7 +677,7 @@ class EnsureOwners(Write[StagedKeys]):
 
     audited_as = "owners"
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> StagedKeys:
+    async def execute(self, attempt: Attempt, executors: Executors) -> TransactionKeys:
         rows = await attempt.read(executors, sql.OWNERS)
         app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
         if app and user and user.app_row == app.row.id:
@@ -687,7 +687,7 @@ class EnsureOwners(Write[StagedKeys]):
                 return keys
         return await super().execute(attempt, executors)
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StagedKeys]:
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[TransactionKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
@@ -706,10 +706,12 @@ def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Ch
     return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
 
 
-def read_rows(attempt: Attempt, forms: QueryForms = sql.SESSION_WITHOUT_EVENTS) -> Steps[QueryRows]:
-    attempt.discard_after_commit()
+def read_rows(
+    attempt: Attempt, query: QueryVariants = sql.SESSION_WITHOUT_EVENTS
+) -> Steps[QueryRows]:
+    attempt.cancel_after_commit()
     parameters = {**attempt.identity.tags(), "limit": 1}
-    return attempt.rows_of((yield Read(attempt.form_of(forms), parameters)))
+    return attempt.load_rows((yield Read(attempt.variant_of(query), parameters)))
 
 
 def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:

@@ -133,7 +133,7 @@ class _ListExpired(Listing[list[SessionView]]):
         self._now = now
 
     async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
-        forms = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
+        query = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
         start = {"after_user": -1, "after_row": -1}
-        rows = await attempt.read(executors, forms, now=self._now, limit=_MAX_READ, **start)
+        rows = await attempt.read(executors, query, now=self._now, limit=_MAX_READ, **start)
         return await self._views(attempt, executors, rows)

@@ -28,7 +28,6 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
 from adk_secure_sessions.storage.pages import grouped
-from adk_secure_sessions.storage.queries import QueryRows, chunks, migrated_rows, numbered
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -143,7 +142,7 @@ class ImportMacs(NamedTuple):
                     Reason.MISMATCH,
                 )
 
-    def checked_with_tag(self, rows: QueryRows, tag: bytes) -> MigratedRow | None:
+    def checked_with_tag(self, rows: sql.QueryRows, tag: bytes) -> MigratedRow | None:
         """Check the row with *tag*, and return it; None if there is no such row."""
         row = rows.migrated.get(tag)
         if row is not None:
@@ -447,7 +446,7 @@ class AddTombstone(Write[None]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
         tag = self.identity.session_tag
-        rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.numbered([tag, tag]))
+        rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.list_parameters([tag, tag]))
         if rows:
             self.macs.check(MigratedRow(*rows[0][:5]))
             return
@@ -655,9 +654,9 @@ class Imports:
         self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
     ) -> dict[K, CheckedMigratedRow]:
         rows: dict[bytes, CheckedMigratedRow] = {}
-        for part in chunks(dict.fromkeys(tags.values())):
-            query = migrated_rows(table.name, len(part))
-            for row in await self._runner.read(query, numbered(part)):
+        for part in sql.padded_chunks(dict.fromkeys(tags.values())):
+            query = sql.migrated_rows(table.name, len(part))
+            for row in await self._runner.read(query, sql.list_parameters(part)):
                 one = macs.checked_row(row)
                 rows[one.row.tag] = one
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}

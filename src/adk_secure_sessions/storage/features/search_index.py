@@ -83,7 +83,7 @@ class SearchIndex:
         for key in wanted:
             index_rows.check_key(key)
         await self._feature.ensure()
-        keyring = (await self._runner.key_cache()).keyring
+        keyring = (await self._runner.database_keys()).keyring
         tags = frozenset(keyring.index_master.state_key(app_name, key) for key in wanted)
         if tags:
             app_tag = keyring.index_master.tag_of(app_name)
@@ -187,8 +187,8 @@ class CheckIndexed(StorageOperation[tuple[int, Differences] | None]):
     async def execute(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[int, Differences] | None:
-        forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
-        rows = await attempt.read(executors, forms)
+        query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
+        rows = await attempt.read(executors, query)
         return _differences(attempt, rows, self.keys, of_user=self.of_user)
 
 
@@ -210,8 +210,8 @@ class CorrectIndexed(Write[int]):
         return (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
-        forms = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
-        rows = yield from read_rows(attempt, forms)
+        query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
+        rows = yield from read_rows(attempt, query)
         compared = _differences(attempt, rows, self.keys, of_user=self.of_user)
         if compared is None or not compared[1].total:
             return 0
