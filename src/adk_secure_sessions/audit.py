@@ -396,12 +396,12 @@ class AuditedCall:
     _trail: Trail | None
 
     def __post_init__(self) -> None:
-        self._is_stored = self._trail is not None
+        self._stores_records = self._trail is not None
         self.trails: list[Trail] = []  # those that could be opened, and store the records
         self._kept: list[AuditEntry] = []
         self._omitted = 0
         # The record of this call that its last transaction has stored; None if it stored none.
-        self._stored: AuditEntry | None = None
+        self._stored_entry: AuditEntry | None = None
 
     def keep(self, entry: AuditEntry) -> None:
         """Keep *entry*, a security event, unless `_MAX_KEPT` records are kept already."""
@@ -415,7 +415,7 @@ class AuditedCall:
 
         Raises the errors of *function*, and those of storing the records.
         """
-        running = self if self._is_stored else _call.get()
+        running = self if self._stores_records else _call.get()
         try:
             with context_value(_call, running):
                 if self._trail is not None:
@@ -427,14 +427,14 @@ class AuditedCall:
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
             entry = self._entry(None, type(error).__name__)
-            if self._stored is not None and not isinstance(error, Exception):
-                entry = self._stored  # the change was committed although the call was cancelled
+            if self._stored_entry is not None and not isinstance(error, Exception):
+                entry = self._stored_entry  # the call was cancelled, but its change was committed
             if entry is not None:
                 log_entry(entry)
             if isinstance(error, Exception):
                 await self._store(entry, has_failed=True)
             raise
-        entry = self._stored or self._entry(result, None)
+        entry = self._stored_entry or self._entry(result, None)
         if entry is not None:
             log_entry(entry)
         await self._store(entry)
@@ -459,7 +459,7 @@ class AuditedCall:
         entries = list(self._kept)
         if self._omitted:
             entries.append(new_entry("records.omitted", omitted=self._omitted))
-        if entry is not None and entry is not self._stored:
+        if entry is not None and entry is not self._stored_entry:
             entries.append(entry)
         for trail in self.trails:
             try:
@@ -502,10 +502,10 @@ class AccessCall(AuditedCall):
         assert self._trail is not None
         ids = self._with_session(session_id)
         entry = new_entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
-        self._stored = None
+        self._stored_entry = None
 
         def committed(is_stored: bool) -> None:
-            self._stored = entry if is_stored else None
+            self._stored_entry = entry if is_stored else None
             on_commit()
 
         run = self._trail.write_with_entries
@@ -530,7 +530,7 @@ class CommandCall(AuditedCall):
 
     def __init__(self, facts: dict[str, object], *, is_stored: bool) -> None:
         super().__init__(None)
-        self._is_stored = is_stored
+        self._stores_records = is_stored
         self._facts = facts
         self._began = new_entry("command", **facts, outcome="started")
 

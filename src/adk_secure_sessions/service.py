@@ -461,7 +461,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             DecryptionError: See `list_sessions`.
             ValueError: An argument is none of the values above.
         """
-        options = page_options(limit, after, order, with_state=include_state, skip=self._skip)
+        options = page_options(limit, after, order, with_snapshots=include_state, skip=self._skip)
         page = await self._list(app_name, user_id, options)
         listed = self._sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
@@ -647,7 +647,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        scopes = json_text.encoded_scopes(event.actions.state_delta)
+        scopes = json_text.json_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
         marker = session._storage_update_marker
         if marker is None:

@@ -129,7 +129,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
     async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:
         return await self._use(
-            lambda statements: statements.follow(transaction(), in_one_transaction)
+            lambda statements: statements.run_steps(transaction(), in_one_transaction)
         )
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
@@ -145,7 +145,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                     raise
             # A pooler rejected a prepared statement, and nothing was committed.  Replace the open
             # connections, on which statements are prepared with names, and run *work* again.
-            self._pooler.was_found()
+            self._pooler.mark_found()
             await self._release_all()
             return await super()._run(work, commit=commit)
         finally:
@@ -291,7 +291,7 @@ class _Pooler:
     def __init__(self) -> None:
         self.is_found = False
 
-    def was_found(self) -> None:
+    def mark_found(self) -> None:
         if not self.is_found:
             self.is_found = True
             logger.info(
@@ -345,15 +345,15 @@ class _StatementRunner:
             self.has_timed_out = True
             raise timed_out(seconds, "a write" if writes else "a read") from None
 
-    async def follow(self, steps: Steps[T], in_one_transaction: bool) -> T:
+    async def run_steps(self, steps: Steps[T], in_one_transaction: bool) -> T:
         """Run *steps* and return their result; each Read or Apply is one statement."""
         if not (in_one_transaction or self._pooler.is_found):
-            return await self._follow(steps)
+            return await self._run_steps(steps)
         async with self._driver.transaction(isolation="read_committed"):
             self._in_transaction = True
-            return await self._follow(steps)
+            return await self._run_steps(steps)
 
-    async def _follow(self, steps: Steps[T]) -> T:
+    async def _run_steps(self, steps: Steps[T]) -> T:
         try:
             step = next(steps)
             while True:
@@ -389,7 +389,7 @@ class _StatementRunner:
                 if getattr(error, "sqlstate", None) == _PLAN_IS_OUTDATED:
                     self._prepared.pop(text, None)
                 elif needs_unprepared(error):
-                    self._pooler.was_found()
+                    self._pooler.mark_found()
                 else:
                     raise
             # Remove this reference, so that asyncpg closes the statement at the server.

@@ -222,7 +222,7 @@ class Retries:
         return self._conflicts >= _CONFLICTS_WITHOUT_LOCK
 
     async def wait(self, error: UniqueViolation | Conflict | Disconnected) -> None:
-        """Pause before the next attempt."""
+        """Pause before the next attempt; raise an error for the caller if no attempt is left."""
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
             if pause is None:

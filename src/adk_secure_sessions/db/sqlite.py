@@ -226,7 +226,7 @@ class SqliteExecutor:
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
         def run(thread: WorkerThread, connection: sa.Connection) -> T:
-            return work(connection) if commit else thread.limited(work, connection)
+            return work(connection) if commit else thread.with_time_limit(work, connection)
 
         return await self._submit(run, reads=not commit, on_engine=True)
 
@@ -374,7 +374,7 @@ class FileIdentity:
         self.known = path, status.st_dev, status.st_ino
 
     def check_often(self) -> None:
-        """Call `check`, for a read: at most ten times a second, since a read loses nothing."""
+        """Call `check` unless it was called in the last 0.1 s.  A read loses no data meanwhile."""
         if (now := time.monotonic()) > self._checked + 0.1:
             self.check()
             self._checked = now
@@ -634,17 +634,17 @@ class WorkerThread:
         self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
         text = sqlite_sql(query)
-        return self.limited(lambda: driver.execute(text, parameters).fetchall())
+        return self.with_time_limit(lambda: driver.execute(text, parameters).fetchall())
 
     def _change(self, driver: sqlite3.Connection, change: Change) -> int:
         """Return how many rows *change* matched."""
         execute: Any = driver.executemany if change.rows else driver.execute
-        cursor: sqlite3.Cursor = self.limited(
+        cursor: sqlite3.Cursor = self.with_time_limit(
             execute, sqlite_sql(change.statement), change.rows or change.parameters, writes=True
         )
         return cursor.rowcount
 
-    def limited(self, work: Callable[..., T], *arguments: object, writes: bool = False) -> T:
+    def with_time_limit(self, work: Callable[..., T], *args: object, writes: bool = False) -> T:
         """Call *work*, which `_should_interrupt` may interrupt; DatabaseError if it timed out.
 
         If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite
@@ -655,7 +655,7 @@ class WorkerThread:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._is_limited = True
         try:
-            return work(*arguments)
+            return work(*args)
         except (sqlite3.OperationalError, sa.exc.OperationalError):
             if timeout is None or not self._has_timed_out():
                 raise

@@ -198,7 +198,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 was then deleted.
         """
         check_ids(app_name, user_id, session_id or "")
-        scopes = json_text.encoded_scopes(state)
+        scopes = json_text.json_scopes(state)
         if session_id is not None and (session_id != session_id.strip() or not session_id):
             raise ValueError("session_id must not be empty, nor begin or end with spaces")
         if session_id is None and scopes.session:
@@ -328,7 +328,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        delta = json_text.encoded_scopes(event.actions.state_delta)
+        delta = json_text.json_scopes(event.actions.state_delta)
         events.microseconds(event.timestamp)  # raises ValueError if it is not a possible time
         if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
             raise ValueError("id, invocation_id and author of an event must be strings")

@@ -313,7 +313,7 @@ class TransactionKeys:
         return row.id in self._owner_tags
 
     def current(self, owner_tag: bytes) -> DataKey | None:
-        """Return the owner's current data key, if `set_candidate_ids` has found one."""
+        """Return the current data key; None if the row names none, or is not decrypted yet."""
         keys = self._keys_of(owner_tag)
         return keys.current if keys else None
 

@@ -295,7 +295,7 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
     async for ids, state in run.readable_states():
         if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
             identity = await runner.identify(ids[0], ids[1])
-            options = reads.PageOptions(1, with_state=False, skip=True)
+            options = reads.PageOptions(1, with_snapshots=False, skip=True)
             if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
                 run.result.states += await write_line(ids, None)
 

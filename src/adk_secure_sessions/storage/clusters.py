@@ -80,9 +80,9 @@ def claim(connection: sa.Connection, *names: str) -> None:
 
 
 def claim_missing_user(connection: sa.Connection, tag: bytes) -> None:
-    """Let only one of two transactions commit if the other one stores the user for the first time.
+    """Make this transaction conflict with any that stores the user for the first time.
 
-    The user must have no version witness.
+    Only one of the two commits.  The user must have no version witness.
     """
     if dialect_of(connection).locks_per_node(connection):
         row = {"tag": tag, "number": 0, "seal": b""}

@@ -257,7 +257,7 @@ class Attempt(NamedTuple):
             self.after_commit.append(call)
 
     def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
-        """Cache *session*, which this write sends, after the commit."""
+        """After the commit, cache *session*, whose row this write stores."""
         self.call_after_commit(partial(self.cache.put_session, session, witness, is_verified=True))
 
     def cancel_after_commit(self) -> None:

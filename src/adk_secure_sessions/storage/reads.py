@@ -329,10 +329,10 @@ class Listing(StorageOperation[T]):
 
     If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
     False, the error is raised.  Return only sessions, or only collections (*is_collection*), and
-    only expired or only unexpired ones (`has_expired`).
+    only expired or only unexpired ones (`lists_expired`).
     """
 
-    has_expired: ClassVar[bool] = False
+    lists_expired: ClassVar[bool] = False
 
     of_app: bool = False
     skip: bool = False
@@ -371,7 +371,7 @@ class Listing(StorageOperation[T]):
                 if user.row.id not in of_app:
                     sealed_rows.require_app(app, user)
                     of_app.add(user.row.id)
-                is_wanted = session.has_expired == self.has_expired
+                is_wanted = session.has_expired == self.lists_expired
                 if is_wanted and session.row.is_collection == self.is_collection:
                     views.append(SessionView(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
@@ -432,15 +432,14 @@ PageOfSessions = Page[SessionView, SessionPosition]
 class PageOptions(NamedTuple):
     """At most *limit* sessions that follow the position *after*, in order of creation.
 
-    *newest* reverses the order.  If *with_state* is False, no snapshots are read.  If *updated* is
-    given, only sessions are read whose last update is in this range (microseconds).  *skip* is that
-    of `Listing`.
+    *newest* reverses the order.  If *updated* is given, only sessions are read whose last update is
+    in this range (microseconds).  *with_snapshots* and *skip* are those of `Listing`.
     """
 
     limit: int
     after: SessionPosition | None = None
     newest: bool = False
-    with_state: bool = True
+    with_snapshots: bool = True
     updated: range | None = None
     skip: bool = False
 
@@ -454,7 +453,7 @@ class ListPage(Listing[PageOfSessions]):
     found_by: sql.FoundBy | None = None
 
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
-        snapshots = options.with_state
+        snapshots = options.with_snapshots
         super().__init__(identity, of_app=of_app, skip=options.skip, with_snapshots=snapshots)
         self._options = options
 

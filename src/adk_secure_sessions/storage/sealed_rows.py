@@ -301,8 +301,8 @@ def open_events(
 def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
     """Raise TamperedError unless *last*, the link of the last event, is that in the session's row.
 
-    If *last* is None, the last event was not read, and nothing is checked.  Otherwise, the next
-    append needs no read.
+    If *last* is None, the last event was not read, and nothing is checked.  If the links are equal,
+    note in the row cache that the last event is verified: the next append then needs no read.
     """
     if last is None:
         return

@@ -126,14 +126,17 @@ class OwnerChanges:
     ) -> Owner:
         """Ensure that the user is stored, with a usable data key, and merge *delta* into its state.
 
-        Return the user.  *app_row* is the row id of the user's app, *session* the row to change.
+        Return the user.  *app_row* is the row id of the user's app.  *session* is the stored row of
+        the session that this transaction changes, or None: the current data key must not be older
+        than the key of this row's record.
         """
         identity = self._attempt.identity
         if user is None:
             row = UserRow(0, app_row, identity.user_tag, 0, b"")
             user = self._insert(row, identity.user_id, delta)
             entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            self.changes += index_rows.insertion(index_rows.row_of_user(user.row.id), entries)
+            row_id = index_rows.row_of_user(user.row.id)
+            self.changes += index_rows.insertion_changes(row_id, entries)
             return user
         check_app_row(user, app_row)
         changed = self._changed(user, delta, *([session.state] if session else ()))
@@ -162,7 +165,7 @@ class OwnerChanges:
         new = index_rows.entries(self._attempt, USER_PREFIX, state)
         old = index_rows.entries(self._attempt, USER_PREFIX, replaced)
         row_id = index_rows.row_of_user(user.row.id)
-        self.changes += index_rows.update(row_id, new, old.keys() - new.keys())
+        self.changes += index_rows.update_changes(row_id, new, old.keys() - new.keys())
 
     def renew_key(self, owner: Owner, not_before: int) -> bool:
         """Ensure that the owner's row names only one data key, created at *not_before* or later
@@ -385,9 +388,9 @@ class CreateSession(Write[SessionView]):
 
 
 class NewSession(NamedTuple):
-    """A new session, its version witness, and the changes that insert its other rows.
+    """A new session and its version witness.
 
-    *other_inserts* contains neither the row of the session nor events.
+    *other_inserts* inserts its snapshot and its rows of the search index.
     """
 
     session: StoredSession
@@ -408,7 +411,7 @@ class NewSession(NamedTuple):
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_keys:
             entries = index_rows.entries(attempt, "", load_state(state))
-            rest += index_rows.insertion(session.row.id, entries)
+            rest += index_rows.insertion_changes(session.row.id, entries)
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
@@ -538,7 +541,7 @@ class AppendEvent(Write[StoredSession]):
         changes.insert(0, Change(sql.UPDATE_SESSION, values))
         if event.session_delta and attempt.keys.keyring.indexed_keys:
             indexed = index_rows.entries(attempt, "", event.session_delta)
-            changes += index_rows.update(old.id, indexed)
+            changes += index_rows.update_changes(old.id, indexed)
         (event_row,) = sealed_rows.seal_events(
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
         )
@@ -628,14 +631,14 @@ def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     changes = [Change(sql.DELETE_EVENTS, at_row, must_match_row=False)]
     if session.row.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
-    return changes + index_rows.removal(attempt, session.row.id)
+    return changes + index_rows.removal_changes(attempt, session.row.id)
 
 
 @dataclass(eq=False, repr=False)
 class RenewKey(Write[bool]):
-    """Give an owner a data key created at *not_before* or later (microseconds UTC), if it has none,
-    and let its row name only this key.  The owner is the app, or the user with the user tag of
-    *identity* (*of_user*).  Return whether the owner's row exists.
+    """Ensure that an owner's row names exactly one data key, created at *not_before* or later
+    (microseconds UTC); create the key if there is none that new.  The owner is the app, or the user
+    with the user tag of *identity* (*of_user*).  Return whether the owner's row exists.
 
     *created* is whether a data key was created.  *changed* is whether the owner's row and version
     witness were changed; both are then encrypted with the data key that encrypts new records.
@@ -699,9 +702,8 @@ class EnsureOwners(Write[TransactionKeys]):
 
 
 def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Change:
-    """Return *insert* with *statement*, which also requires an unchanged row of the user.
-
-    Use it if no other change of the transaction checks that row.
+    """Return *insert* with *statement*, an INSERT that matches no row unless the user's row is as
+    *user* was read.  Use it if no other change of the transaction checks that row.
     """
     return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
 
@@ -734,7 +736,7 @@ def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, Stor
     return rows, user, session
 
 
-def replacement(
+def replacement_changes(
     attempt: Attempt,
     owners: OwnerChanges,
     old: StoredSession,

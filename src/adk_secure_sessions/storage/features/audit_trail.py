@@ -63,7 +63,7 @@ _HEADS_ARE_OFF = (
 _INSERT = insert(audit_records)
 
 
-class Head(NamedTuple):
+class ChainHead(NamedTuple):
     """The number of records in a chain, and the link of the last one."""
 
     records: int
@@ -77,7 +77,7 @@ class _Chain(HoldsSecrets):
         self.database_id: bytes = keyring.database_id
         now = time_now()
         self.id: bytes = now.to_bytes(8, "big") + secrets.token_bytes(8)
-        self.head: Head = Head(0, NO_AUDIT_LINK)
+        self.head: ChainHead = ChainHead(0, NO_AUDIT_LINK)
         self.logged: int = 0
         self._cipher = keyring.index_master.audit_cipher(self.database_id, self.id)
         self._began = time.monotonic(), time.time()
@@ -91,7 +91,7 @@ class _Chain(HoldsSecrets):
         elapsed = (time.monotonic() - self._began[0], abs(time.time() - self._began[1]))
         return max(elapsed) >= _MAX_AGE
 
-    def seal(self, entries: Sequence[AuditEntry]) -> tuple[list[dict[str, object]], Head]:
+    def seal(self, entries: Sequence[AuditEntry]) -> tuple[list[dict[str, object]], ChainHead]:
         """Return the rows for *entries*, and the head of the chain after their commit."""
         count, link = self.head
         rows: list[dict[str, object]] = []
@@ -100,7 +100,7 @@ class _Chain(HoldsSecrets):
             record = seal_entry(self._cipher, context, link, entry.fields)
             rows.append({"chain": self.id, "number": count, "time": entry.time, "record": record})
             count, link = count + 1, link_of(context, record)
-        return rows, Head(count, link)
+        return rows, ChainHead(count, link)
 
 
 @dataclass

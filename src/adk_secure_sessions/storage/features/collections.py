@@ -34,7 +34,7 @@ from adk_secure_sessions.storage.writes import (
     StaleRevision,
     Write,
     read_with_last_event,
-    replacement,
+    replacement_changes,
 )
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class RewriteItems(Write[StoredSession]):
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)
         self._sent_results[new.row.id] = new
-        yield from apply_changes(replacement(attempt, owners, session, new, witness))
+        yield from apply_changes(replacement_changes(attempt, owners, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             yield from apply_changes([Change(sql.INSERT_EVENT, parameters(row)) for row in part])

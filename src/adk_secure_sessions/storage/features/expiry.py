@@ -126,7 +126,7 @@ class Expiry:
 class _ListExpired(Listing[list[SessionView]]):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
-    has_expired = True
+    lists_expired = True
 
     def __init__(self, identity: Identity, now: int) -> None:
         super().__init__(identity, of_app=True, skip=True, with_snapshots=False)

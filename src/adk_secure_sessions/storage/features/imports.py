@@ -55,7 +55,7 @@ from adk_secure_sessions.storage.writes import (
     check_app_row,
     insert_if_unchanged,
     read_rows,
-    replacement,
+    replacement_changes,
 )
 
 K = TypeVar("K", bound=tuple[str, ...])
@@ -331,7 +331,7 @@ class ImportSession(_Import[ImportStatus]):
     ) -> Steps[None]:
         owners.ensure_user(user, user.app_row, {}, old.row)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
-        changes = replacement(attempt, owners, old, new.session, new.witness)
+        changes = replacement_changes(attempt, owners, old, new.session, new.witness)
         changes += [*new.other_inserts, _update(row, new_row)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict

@@ -164,13 +164,13 @@ def entries(
     return value_tags
 
 
-def insertion(row_id: int, value_tags: Entries) -> list[Change]:
+def insertion_changes(row_id: int, value_tags: Entries) -> list[Change]:
     """Return the changes that store the rows of a new session or user."""
     rows = [IndexedRow(row_id, *entry)._asdict() for entry in value_tags.items()]
     return [Change(sql.INSERT_INDEXED, {}, must_match_row=False, rows=rows)] if rows else []
 
 
-def update(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
+def update_changes(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
     """Return the changes that insert or update these rows, and delete those of the keys *removed*.
 
     A change of the same transaction must lock the row of the session or the user.
@@ -187,7 +187,7 @@ def update(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> l
     return changes
 
 
-def removal(attempt: Attempt, row_id: int) -> list[Change]:
+def removal_changes(attempt: Attempt, row_id: int) -> list[Change]:
     """Return the changes that delete all rows of a session that is deleted."""
     if not attempt.keys.keyring.indexed_keys or attempt.identity.is_collection:
         return []
