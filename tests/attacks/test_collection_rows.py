@@ -346,7 +346,7 @@ FEATURES = "SELECT value FROM secure_meta WHERE name = 'features'"
 async def rolled_back(victim: Victim) -> None:
     async with victim.maintained() as db:
         keyring = await db.keyring()
-        mark = feature_list.authenticated_features(keyring.index_master, keyring.database_id)
+        mark = feature_list.features_with_mac(keyring.index_master, keyring.database_id)
     victim.run("UPDATE secure_meta SET value = :mark WHERE name = 'features'", mark=mark)
 
 

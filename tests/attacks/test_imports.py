@@ -90,7 +90,7 @@ async def build(path: Path) -> Victim:
         await store.import_state((APP, USER), b'{"k":1}')
         deleted = await db.runner.identify(APP, USER, DELETED)
         await db.runner.run(DeleteSession(deleted))
-        await store.tombstone(APP, USER, BURIED)
+        await store.add_tombstone(APP, USER, BURIED)
     return victim
 
 
@@ -132,7 +132,7 @@ async def assert_rejected(victim: Victim, store: Imports, name: str) -> None:
             await copy_session(store, name, version, replace=True)
     if name != COPIED:
         with pytest.raises(TamperedError, match="secure_migrated"):
-            await store.tombstone(APP, USER, name)
+            await store.add_tombstone(APP, USER, name)
     (found,) = await problems(victim)
     assert found.startswith("secure_migrated: ")
 
@@ -199,7 +199,7 @@ async def test_replayed_row_never_lets_an_import_replace_a_session(
     victim: Victim, store: Imports
 ) -> None:
     older = victim.row(victim.tags[COPIED])
-    assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.OLDER
+    assert await copy_session(store, COPIED, "2", replace=True) is ImportStatus.OUTDATED
     victim.put(older)
     assert not (await store.rows_for([(APP, USER, COPIED)]))[APP, USER, COPIED].is_untouched
     assert await copy_session(store, COPIED, "3", replace=True) is ImportStatus.CONFLICT

@@ -438,8 +438,8 @@ async def test_imported_sessions_and_states_are_found(
 
         for name in ("s", "t"):  # the second without a read
             assert await imported(name, {"ticket": 1}, "1") is ImportStatus.NEW
-        assert await imported("s", {"ticket": 2, **LARGE}, "2") is ImportStatus.OLDER
-        assert await imported("t", {"other": 2}, "2") is ImportStatus.OLDER
+        assert await imported("s", {"ticket": 2, **LARGE}, "2") is ImportStatus.OUTDATED
+        assert await imported("t", {"other": 2}, "2") is ImportStatus.OUTDATED
         for state in ({"mrn": "A"}, {"mrn": "B", "x": 1}, {"x": 2}):
             await store.import_state((APP, "new"), json_text.encode_state(state), replace=True)
             value = state.get("mrn")

@@ -150,7 +150,7 @@ async def test_session_is_replaced_only_if_no_service_has_changed_it(
     assert await imported(store, of=second, version="2") is ImportStatus.CONFLICT
     before = await read(service)
     result = await imported(store, of=second, version="2", replace=True)
-    assert result is ImportStatus.OLDER
+    assert result is ImportStatus.OUTDATED
     one = (await store.rows_for([IDS, (APP, USER, "other")]))[IDS]
     assert (one.row.number, one.is_untouched, one.row.is_tombstone) == (3, True, False)
     assert (one.has_source("1"), one.has_source("2")) == (False, True)
@@ -180,13 +180,13 @@ async def test_states_are_set_exactly(
         assert await store.import_state(owner, small) is ImportStatus.NEW
         assert await store.import_state(owner, other) is ImportStatus.UNCHANGED
         assert await store.import_state(owner, b'{"c":1}') is ImportStatus.CONFLICT
-        assert await store.import_state(owner, b"{}", replace=True) is ImportStatus.OLDER
-        assert await store.import_state(owner, small, replace=True) is ImportStatus.OLDER
+        assert await store.import_state(owner, b"{}", replace=True) is ImportStatus.OUTDATED
+        assert await store.import_state(owner, small, replace=True) is ImportStatus.OUTDATED
         one = (await store.rows_for([owner, ("unknown", *owner[1:])]))[owner]
         assert one.has_state(other)
         assert not one.has_state(b"{}")
     await rotate_data(db)  # changes the versions of the rows, and no state
-    assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.OLDER
+    assert await store.import_state((APP, USER), b'{"d":1}', replace=True) is ImportStatus.OUTDATED
     found = await read(service)
     assert found.state == {"app:a": {"x": 1, "y": 2}, "app:b": 2, "user:d": 1}
     await service.append_event(found, event(delta={"user:d": 2, "app:b": 3}))
@@ -206,7 +206,7 @@ async def test_session_of_several_requests_is_one_import(
     wide = event("x" * 3_000_000, timestamp=START)
     past = [wide, wide, *[one] * 5100]
     await imported(store, of=history(1))
-    assert await imported(store, of=past, version="2", replace=True) is ImportStatus.OLDER
+    assert await imported(store, of=past, version="2", replace=True) is ImportStatus.OUTDATED
     found = await read(service)
     assert found.events == past
     await service.append_event(found, event("more"))
@@ -225,7 +225,7 @@ async def test_import_after_a_lost_answer_is_stored_once(
         await again.feature.ensure()
         plan = faults.data.after(Point.WRITE, lost())
         result = await imported(again, of=history(3), version="2", replace=replace)
-        assert result is (ImportStatus.OLDER if replace else ImportStatus.NEW)
+        assert result is (ImportStatus.OUTDATED if replace else ImportStatus.NEW)
         assert plan.happened
         await again.import_state((APP, USER), b'{"k":1}')
         faults.data.after(Point.WRITE, lost())
@@ -289,15 +289,15 @@ async def test_tasks_import_sessions_of_one_new_user(store: Imports, db: Databas
 async def test_nothing_is_imported_after_a_tombstone(
     service: BaseSessionService, store: Imports, db: Database
 ) -> None:
-    await store.tombstone(APP, USER, "s")
-    await store.tombstone(APP, USER, "s")
+    await store.add_tombstone(APP, USER, "s")
+    await store.add_tombstone(APP, USER, "s")
     assert await imported(store, replace=True) is ImportStatus.DELETED
     await create(service, session_id="s")  # by a service, later
     assert await imported(store, replace=True) is ImportStatus.DELETED
     one = (await store.rows_for([IDS]))[IDS]
     assert (one.row.is_tombstone, one.is_untouched) == (True, False)
     await imported(store, "copied", of=history(1))
-    await store.tombstone(APP, USER, "copied")  # its row says so already
+    await store.add_tombstone(APP, USER, "copied")  # its row says so already
     assert (await store.rows_for([(APP, USER, "copied")]))[APP, USER, "copied"].row.number == 1
     assert await is_clean(db)
 
@@ -374,7 +374,7 @@ async def test_table_is_not_created_if_the_application_forbids_it(
         await imported(store)
     assert not await store.feature.is_added()
     with pytest.raises(ConfigurationError, match="create_tables is False"):
-        await store.tombstone(APP, USER)
+        await store.add_tombstone(APP, USER)
     await db.runner.run_on_data(lambda connection: migrated.create(connection))
     assert await imported(store) is ImportStatus.NEW
 

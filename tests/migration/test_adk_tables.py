@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 async def detect(url: Any = None, **options: Any) -> frozenset[TableKind]:
     async with AdkTables(url, **options) as source:
-        return await source.inspect(kinds_in)
+        return await source.run_decoded(kinds_in)
 
 
 LONG = ["v1-postgresql", "v1-mysql", "sqlite-service"]
@@ -686,7 +686,7 @@ async def test_source_is_read_only_and_changes_nothing(adk: Adk, mode: str) -> N
     before = path.read_bytes()
     async with adk.source() as source:
         await assert_same_as_adk(adk.service, source)
-        writing = source.run(lambda connection: connection.exec_driver_sql("DELETE FROM events"))
+        writing = source.run_in_snapshot(lambda c: c.exec_driver_sql("DELETE FROM events"))
         with pytest.raises(DatabaseError):
             await writing
     if mode == "delete":

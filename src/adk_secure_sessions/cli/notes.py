@@ -55,7 +55,7 @@ def status_lines(result: maintenance.Status) -> Iterator[str]:
         spare = counted(result.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
     yield "rows"
-    rotated = any(run.name == "data" and run.done is not None for run in result.unfinished)
+    rotated = any(one.name == "data" and one.done is not None for one in result.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
     yield from table(
         [

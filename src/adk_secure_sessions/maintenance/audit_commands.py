@@ -251,7 +251,7 @@ class _LastRecord(NamedTuple):
     link: bytes | None
 
 
-class _Trail:
+class _TrailChecker:
     """Reads and checks the chains.
 
     `purged_heads` maps the id of each purged chain to its last record.  `purge_records` counts the
@@ -360,20 +360,20 @@ class _Trail:
 
 async def _open_trail(
     db: Database, progress: Progress | None, rows_per_second: float | None
-) -> _Trail:
+) -> _TrailChecker:
     keyring = await db.keyring()
     if not keyring.has_audit_table:
         raise ConfigurationError(
             "the database has no audit trail: no service with Audit(table=True) has used it"
         )
     total = await count_rows(db, audit_records)
-    return _Trail(db, keyring, Meter(progress, total, rows_per_second))
+    return _TrailChecker(db, keyring, Meter(progress, total, rows_per_second))
 
 
 class _Heads:
     """The heads in the audit logs; *number* of them are heads of this database."""
 
-    def __init__(self, logs: Mapping[str, Iterable[str]], trail: _Trail) -> None:
+    def __init__(self, logs: Mapping[str, Iterable[str]], trail: _TrailChecker) -> None:
         self.number = 0
         self._add_bad = trail.add_bad
         self.links: dict[bytes, dict[int, bytes]] = {}

@@ -79,17 +79,17 @@ async def count_rows(db: Database, *tables: sa.Table) -> int:
     for table in tables:
         query = _SUM_OF_REVISIONS if table is events else select_count(table)
         ((count,),) = await db.reader_of(table)(query, {})
-        total += clamped_sum(count)
+        total += clamped(count)
     return total
 
 
 async def count_items(db: Database) -> int:
     """Return the number of items of all collections, which is the sum of their revisions."""
     ((items,),) = await db.runner.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
-    return clamped_sum(items)
+    return clamped(items)
 
 
-def clamped_sum(number: Any) -> int:
+def clamped(number: Any) -> int:
     """Convert *number*, the result of a SUM, to an integer from 0 to 10**15.
 
     If the values were tampered with, they may be negative, or their sum may be infinite.
@@ -100,14 +100,15 @@ def clamped_sum(number: Any) -> int:
 async def count_records(
     db: Database, meter: Meter, since: int = 0, keyring: Keyring | None = None
 ) -> tuple[tuple[RecordCount, ...], int]:
-    """Return the numbers of records by table and backend, and the number of spare data keys.
+    """Return the record counts by table and backend, and the number of spare data keys.
 
-    A data key counts as newest only if it is its owner's current one (see `current_keys`), was
-    created at *since* or later, and can be unwrapped by *keyring*, if that is given.
+    A record counts as newest if the newest data key that its owner's row names encrypts it (see
+    `newest_named_keys`), and this key was created at *since* or later, and *keyring*, if given, can
+    unwrap it.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
-    under_current: Counter[tuple[str, int | None]] = Counter()
-    newer_keys: set[int] = set()  # data keys that are newer than the current ones
+    under_newest: Counter[tuple[str, int | None]] = Counter()
+    newer_keys: set[int] = set()  # data keys that are newer than the newest named ones
     used_newer_keys: set[int] = set()  # those of them that records name nevertheless
     for key, query in _COUNT_QUERIES:
         table = key.table
@@ -115,11 +116,11 @@ async def count_records(
         walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
             groups = await span.read(db.runner.read, query, key)
-            current, more = await current_keys(db, {owner for owner, *_ in groups})
+            newest, more = await newest_named_keys(db, {owner for owner, *_ in groups})
             newer_keys |= more
-            current_ids = {
+            newest_ids = {
                 owner: row.id
-                for owner, row in current.items()
+                for owner, row in newest.items()
                 if isinstance(row.created_at, int)
                 and row.created_at >= since
                 and (keyring is None or can_unwrap(row, keyring))
@@ -127,12 +128,12 @@ async def count_records(
             for owner, start, rows in groups:
                 backend_id, key_id = parse_header_or_none(start) or (None, None)
                 counts[table.name, backend_id] += rows
-                if key_id is not None and key_id == current_ids.get(owner):
-                    under_current[table.name, backend_id] += rows
+                if key_id is not None and key_id == newest_ids.get(owner):
+                    under_newest[table.name, backend_id] += rows
                 elif key_id in newer_keys:
                     used_newer_keys.add(key_id)
             await meter.advance(sum(rows for *_, rows in groups))
-    records = (RecordCount(*kind, number, under_current[kind]) for kind, number in counts.items())
+    records = (RecordCount(*kind, number, under_newest[kind]) for kind, number in counts.items())
     return tuple(records), len(newer_keys - used_newer_keys)
 
 
@@ -156,16 +157,16 @@ def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
     return True
 
 
-# --- current data keys -----------------------------------------------------------------------
+# --- newest named data keys ------------------------------------------------------------------
 
 
-def split_at_current(
+def split_at_newest_named(
     rows: Collection[DataKeyRow], named: Collection[int]
 ) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
-    """Divide all data keys of an owner: older than the current one, the current one, newer.
+    """Divide all data keys of an owner: older than the newest named one, this one, newer.
 
-    The current key is the newest key in *named*, or the newest of all if *named* is empty.  All
-    generations must be integers.
+    It is the newest key in *named*, or the newest of all if *named* is empty.  All generations must
+    be integers.
     """
     ordered = sorted(rows, key=attrgetter("generation"))
     last = len(ordered) - 1
@@ -173,13 +174,14 @@ def split_at_current(
     return ordered[:at], ordered[at], ordered[at + 1 :]
 
 
-async def current_keys(
+async def newest_named_keys(
     db: Database, owners: set[object]
 ) -> tuple[dict[object, DataKeyRow], set[int]]:
-    """Return the current data key of each of *owners* (tags), and the ids of all newer ones.
+    """Return the newest data key that the row of each of *owners* (tags) names, and the ids of all
+    newer ones.
 
-    If the owner's row is not authentic, the newest data key counts as the current one.  Without
-    root keys, the data key that encrypts the owner's row counts as the current one.
+    If the owner's row is not authentic, this is the newest data key.  Without root keys, it is the
+    data key that encrypts the owner's row.
     """
     keys: dict[bytes, list[DataKeyRow]] = {}
     for row in (await db.runner.read_data_keys(owners)).data_keys:
@@ -192,15 +194,16 @@ async def current_keys(
         for tag, stored in await rows_where(db.runner.read, query, table.c.tag, several):
             if (parts := parse_header_or_none(stored)) is not None:
                 encrypting[tag] = parts[1]
-    current: dict[object, DataKeyRow] = {}
-    newer_than_current: set[int] = set()
+    newest: dict[object, DataKeyRow] = {}
+    newer_ids: set[int] = set()
     for owner, rows in keys.items():
-        _, current[owner], _ = split_at_current(rows, ())
+        _, newest[owner], _ = split_at_newest_named(rows, ())
         key_id = encrypting.get(owner)
-        if key_id is not None and key_id != current[owner].id:
-            _, current[owner], newer = split_at_current(rows, await _named_ids(db, owner, key_id))
-            newer_than_current.update(row.id for row in newer)
-    return current, newer_than_current
+        if key_id is not None and key_id != newest[owner].id:
+            named = await _named_ids(db, owner, key_id)
+            _, newest[owner], newer = split_at_newest_named(rows, named)
+            newer_ids.update(row.id for row in newer)
+    return newest, newer_ids
 
 
 async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:

@@ -130,7 +130,7 @@ async def erase_user(
     # may have replayed an older list for the time of the erasure.
     was_migrated = await db.runner.run_on_data(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
-        await db.imports.tombstone(app_name, user_id)
+        await db.imports.add_tombstone(app_name, user_id)
     new_deletion = partial(
         _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.ids_per_statement
     )

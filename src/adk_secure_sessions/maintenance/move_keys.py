@@ -36,7 +36,7 @@ from adk_secure_sessions.maintenance.retire import reject_wrapper
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
-from adk_secure_sessions.storage.feature_list import authenticated_features, check_features
+from adk_secure_sessions.storage.feature_list import check_features, features_with_mac
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
@@ -151,11 +151,12 @@ class _Move:
         self.has_audit_table: bool = False
 
     async def transfer(self) -> KeyMove:
+        """Do the steps of this module that are not done yet, and return the result."""
         await self._survey_and_check()
         has_begun = self._is_switched or FeatureName.MOVING in self._surveys[0].features
-        for place, survey in zip((self._source, self._target), self._surveys, strict=True):
+        for side, survey in zip((self._source, self._target), self._surveys, strict=True):
             if survey.format_version is not None:
-                await place.change(partial(self._claim, survey.meta_rows))
+                await side.change(partial(self._claim, survey.meta_rows))
         if not self._is_switched:
             await self._copy(*self._surveys)
             await self._data.change(self._switch)
@@ -223,9 +224,7 @@ class _Move:
         check_features(holder, self._keyring)
 
     def _authenticated(self, features: frozenset[str]) -> str:
-        return authenticated_features(
-            self._keyring.index_master, self._keyring.database_id, features
-        )
+        return features_with_mac(self._keyring.index_master, self._keyring.database_id, features)
 
     async def _check_target(self, source: Survey, target: Survey) -> None:
         """Reject a target with keys, unless they are those of an unfinished move to it.
@@ -244,8 +243,8 @@ class _Move:
         is_newer = not set(target.keyring) <= {_unparked(row) for row in source.keyring}
         async for span in spans(self._target.read, data_keys.c.id, _BATCH):
             there, here = [
-                {tuple(row) for row in await span.read(place.read, DATA_KEYS, data_keys.c.id)}
-                for place in (self._target, self._source)
+                {tuple(row) for row in await span.read(side.read, DATA_KEYS, data_keys.c.id)}
+                for side in (self._target, self._source)
             ]
             is_newer = is_newer or not there <= here
         if is_newer:
@@ -276,7 +275,7 @@ class _Move:
     # After a lost connection, each of these methods may run again, even after its commit.
 
     def _claim(self, expected: dict[str, str], connection: sa.Connection) -> None:
-        """Store the id of this run, unless the texts have changed since *expected* was read."""
+        """Store this run's id; raise SecureSessionError if other texts differ from *expected*."""
         clusters.claim(connection, _CLAIM)
         if meta.read_all(connection, lock=True) | {meta.MOVE: ""} != expected | {meta.MOVE: ""}:
             raise SecureSessionError(_OVERLAPPED, retryable=True)

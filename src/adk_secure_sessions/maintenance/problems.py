@@ -101,7 +101,8 @@ class Problems(CappedList[Problem]):
     def add_error(self, error: Exception, table: str, row: object) -> bool:
         """Count and record the row that *error* names or, if *error* names none, *row*.
 
-        Return whether other rows cannot be decrypted without this row.  Such a row is counted once.
+        Return True for a row of an app, a user or a data key, which other rows need.  Such a row is
+        counted once.
         """
         if not isinstance(error, DecryptionError):
             error = TamperedError("its content is malformed", Reason.MALFORMED)

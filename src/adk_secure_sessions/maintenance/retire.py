@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reas
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
+from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_newest_named
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -137,7 +137,9 @@ async def retire(
     kept: CappedList[KeptKey] = CappedList()
     deleted = spare = 0
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
-    async for owners in pages(db.runner.read_keys, _OWNERS, owner_tag, size, lambda owner: owner):
+    async for owners in pages(
+        db.runner.read_keys, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner
+    ):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run, throttle)
             deleted += len(keys.deletable)
@@ -226,7 +228,7 @@ async def _retire_data_keys(
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
     has_key_database = db.runner.executors.has_key_database
-    work = partial(_find_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
+    work = partial(_delete_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
     keys = await _decided(db.runner.run_on_data, work, commit=not dry_run)
     if keys.deletable and has_key_database and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
@@ -267,7 +269,7 @@ async def _decrypt_owner(
     return checked.key_ids, headers
 
 
-def _find_unused(
+def _delete_unused(
     owner_tag: bytes,
     rows: list[DataKeyRow],
     named: tuple[int, ...],
@@ -276,7 +278,7 @@ def _find_unused(
     dry_run: bool,
     connection: sa.Connection,
 ) -> _KeyDecision[DataKeyRow]:
-    """Find the owner's unused data keys; delete them if the data is in the same database."""
+    """Delete the owner's unused data keys; only find them with *dry_run* or a key database."""
     dialect_of(connection).see_what_is_committed(connection)
 
     def locked(query: sa.Select[Any]) -> list[Any]:
@@ -318,7 +320,7 @@ def _select_unused(
     """
     if not rows:
         return _KeyDecision([], [])
-    older, _, newer = split_at_current(rows, named)
+    older, _, newer = split_at_newest_named(rows, named)
     if headers is None:
         return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
@@ -433,10 +435,9 @@ _DELETE_KEY = sa.delete(data_keys).where(
 )
 
 
-# The owners with more than one data key.
-_OWNERS = (
+_OWNERS_WITH_SEVERAL_KEYS = (
     sa.select(data_keys.c.owner)
     .group_by(data_keys.c.owner)
     .having(sa.func.count() > sa.literal_column("1"))
 )
-_NUMBER_OF_OWNERS = select_count(_OWNERS.subquery())
+_NUMBER_OF_OWNERS = select_count(_OWNERS_WITH_SEVERAL_KEYS.subquery())

@@ -32,7 +32,7 @@ from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import Survey
 
-_PASSES = 3  # the maximum number of passes of a run
+_MAX_PASSES = 3  # of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
 _YEAR_10000 = 253_402_300_800_000_000
@@ -87,7 +87,7 @@ class RotationRun(ABC):
         self._meter = Meter(progress, await self._check_and_count_rows(), rows_per_second)
         await self._read_or_store_checkpoint(restart=restart)
         await self._before_passes()
-        for _ in range(_PASSES):
+        for _ in range(_MAX_PASSES):
             self._problems = Problems()
             is_changed = await self._replace_old_keys()
             self.result.left = await self._count_left()
@@ -140,7 +140,8 @@ class RotationRun(ABC):
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
             index_master = (await self._db.keyring()).index_master
-            own = [run for run in unfinished(stored, index_master) if run.name == self._name]
+            begun = parse_checkpoints(stored, index_master)
+            own = [rotation for rotation in begun if rotation.name == self._name]
             if own:
                 self.result.since, self.result.resumed = own[0].since, True
                 if self.result.since is None or not own[0].is_authentic:
@@ -237,7 +238,7 @@ _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_
 # --- stored checkpoints --------------------------------------------------------------------------
 
 
-def unfinished(
+def parse_checkpoints(
     stored: Mapping[str, str], index_master: IndexMaster | None
 ) -> Iterator[UnfinishedRotation]:
     """Yield the rotations with a checkpoint in *stored*; *index_master* may authenticate them."""

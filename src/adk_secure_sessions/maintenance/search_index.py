@@ -44,8 +44,8 @@ class IndexChange(Result):
         users: How many users of the app were compared with the index; 0 if no key begins with
             `user:`.
         written: How many rows of the index were missing or wrong, and are right now.
-        removed: How many rows of deleted sessions and users, or of all after `drop_index`, were
-            deleted from the index.
+        removed: How many rows were deleted from the index: by `fill_index`, those of deleted
+            sessions and users; by `drop_index`, all rows of the keys.
         bad: How many sessions and users cannot be decrypted.  They are not in the index.
         problems: The first 1000 of the rows that prevent decrypting them.
         complete: Whether `find_sessions` can find sessions by the keys.  False if there are bad

@@ -36,8 +36,8 @@ from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import (
-    authenticated_features,
     check_features,
+    features_with_mac,
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
@@ -263,7 +263,7 @@ async def _end(db: Database, keyring: Keyring) -> None:
     if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
     features = survey.features - {FeatureName.SEPARATING, FeatureName.MIGRATION}
-    value = authenticated_features(keyring.index_master, keyring.database_id, features)
+    value = features_with_mac(keyring.index_master, keyring.database_id, features)
 
     def end(connection: sa.Connection) -> bool:
         if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):

@@ -21,7 +21,7 @@ from adk_secure_sessions.maintenance.counts import (
 )
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, unfinished
+from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, parse_checkpoints
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
@@ -152,7 +152,7 @@ class Status(Result):
     @property
     def succeeded(self) -> bool:
         checks = [key.unwraps for key in self.master_keys]
-        checks += [run.is_authentic for run in self.unfinished]
+        checks += [rotation.is_authentic for rotation in self.unfinished]
         if self.migration is not None:
             checks.append(self.migration.is_authentic)
         tampered = self.state_index is not None and self.state_index.tampered
@@ -249,8 +249,8 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
     survey = await db.survey()
-    master = await _index_master(db) if any(unfinished(survey.meta_rows, None)) else None
-    return tuple(unfinished(survey.meta_rows, master))
+    master = await _index_master(db) if any(parse_checkpoints(survey.meta_rows, None)) else None
+    return tuple(parse_checkpoints(survey.meta_rows, master))
 
 
 def _with_progress(

@@ -50,10 +50,10 @@ async def vacuum(db: Database) -> Vacuum:
     present = (await db.survey()).feature_tables
     of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
     data, keys = db.runner.executors
-    places = {data: TableSet.DATA.tables + of_features}
-    places[keys] = tuple(dict.fromkeys(places.get(keys, ()) + TableSet.KEYS.tables))
+    by_executor = {data: TableSet.DATA.tables + of_features}
+    by_executor[keys] = tuple(dict.fromkeys(by_executor.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []
-    for executor, tables in places.items():
+    for executor, tables in by_executor.items():
         obstacles += await rewrite_tables(executor, tables, db.limits.lock_wait)
     return Vacuum(not obstacles, tuple(obstacles))
 

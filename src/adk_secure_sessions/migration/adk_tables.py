@@ -105,7 +105,7 @@ class AdkTables(Source):
         return self._queries.kind.value if self._queries else "google-adk's tables"
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The database, for messages: without user name, password and options."""
         db_url, db_engine = self._given
         url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
@@ -115,7 +115,7 @@ class AdkTables(Source):
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
         work = partial(describe, table=SESSIONS, updated_at="update_time")
-        found = await self.run(work)
+        found = await self.run_in_snapshot(work)
         try:
             updated_at = time_of(found.updated_at, queries.sessions_zone)
         except ConversionError:
@@ -124,7 +124,7 @@ class AdkTables(Source):
 
     async def count(self, selection: Selection) -> int:
         queries = await self.queries()
-        return await self.run(partial(queries.count, selection=selection))
+        return await self.run_in_snapshot(partial(queries.count, selection=selection))
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         queries = await self.queries()
@@ -139,7 +139,7 @@ class AdkTables(Source):
         sessions = [session for session in sessions if can_store(queries.dialect, *session.ids)]
         if not sessions:
             return {}
-        found = await self.run(partial(queries.with_events, sessions=sessions))
+        found = await self.run_in_snapshot(partial(queries.with_events, sessions=sessions))
         # In a thread, as all conversions of rows: parsing a long session, decrypting it or loading
         # its pickles would block the event loop.
         return await asyncio.to_thread(_contents, queries, found)
@@ -150,14 +150,15 @@ class AdkTables(Source):
             work = partial(queries.states, selection=selection, table=table)
             async for rows in self._pages(work):
                 yield await asyncio.to_thread(convert_states, queries, rows)
-            if others := await self.run(partial(queries.aliases, selection=selection, table=table)):
+            aliases = partial(queries.aliases, selection=selection, table=table)
+            if others := await self.run_in_snapshot(aliases):
                 yield await asyncio.to_thread(convert_states, queries, others)
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         """Return the session with these ids; None if there is none."""
         queries = await self.queries()
         work = partial(queries.lookup, key=(app_name, user_id, session_id))
-        rows, _ = await self.run(work)
+        rows, _ = await self.run_in_snapshot(work)
         return rows[0][0] if rows else None
 
     async def sessions_of(
@@ -174,7 +175,7 @@ class AdkTables(Source):
         key = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
         queries = await self.queries()
-        row = await self.run(partial(queries.state, table=table, key=key))
+        row = await self.run_in_snapshot(partial(queries.state, table=table, key=key))
         if row is None:
             return None
         return await asyncio.to_thread(try_convert, _state, queries, key, row)
@@ -186,14 +187,14 @@ class AdkTables(Source):
         for executor in self._executors.values():
             await executor.close()
 
-    async def inspect(self, work: Callable[[sa.Connection], T]) -> T:
+    async def run_decoded(self, work: Callable[[sa.Connection], T]) -> T:
         """Run *work* without a snapshot.
 
-        Unlike in `run`, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
+        Here, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
         """
         return await retried(lambda: self._executor.run_sync(work, commit=False))
 
-    async def run(self, work: Callable[[sa.Connection], T]) -> T:
+    async def run_in_snapshot(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work* in a transaction; all its queries read the same state of the database."""
 
         def run_in_snapshot(connection: sa.Connection) -> T:
@@ -213,7 +214,7 @@ class AdkTables(Source):
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""
         if self._queries is None:
-            self._queries = await self.inspect(
+            self._queries = await self.run_decoded(
                 lambda connection: AdkQueries(connection, self._time_zone)
             )
         return self._queries
@@ -221,7 +222,7 @@ class AdkTables(Source):
     async def _pages(self, work: Callable[..., AdkPage[T]]) -> AsyncIterator[list[T]]:
         after = None
         while True:
-            rows, after = await self.run(partial(work, after=after))
+            rows, after = await self.run_in_snapshot(partial(work, after=after))
             if rows:
                 yield rows
             if after is None:

@@ -12,8 +12,8 @@ from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
 from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import (
-    CONFLICTS,
-    GONE,
+    CONFLICT_REASONS,
+    GONE_REASON,
     DigestSet,
     SessionItem,
     SourceScan,
@@ -34,9 +34,9 @@ _READS_AT_ONCE = 4  # the maximum number of sessions of the target that are read
 
 _REASONS = {
     ImportStatus.NEW: "it was not copied",
-    ImportStatus.OLDER: "it has changed in the source since it was copied",
+    ImportStatus.OUTDATED: "it has changed in the source since it was copied",
     ImportStatus.UNCHANGED: "it is different",
-    **CONFLICTS,
+    **CONFLICT_REASONS,
 }
 
 
@@ -135,14 +135,14 @@ class ComparisonRun:
         async for changed in self.scan.changed_or_new():
             result.changed += 1
             tag = self.scan.tag(changed.ids, has_ids=changed.has_ids)
-            self._findings.add(tag, _REASONS[ImportStatus.OLDER], *changed.ids)
+            self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *changed.ids)
         async for ids, tag, copy in self.scan.copies_without_source():
             if isinstance(copy, Unreadable):
                 result.different += 1
                 self._findings.add(tag, copy.reason, *ids)
             else:
                 result.changed += 1
-                self._findings.add(tag, GONE, *ids)
+                self._findings.add(tag, GONE_REASON, *ids)
         self._meter.finish()
         result.clean = result.succeeded
         is_whole = self._selection == EVERYTHING and self._source.has_all_apps
@@ -184,7 +184,7 @@ class ComparisonRun:
         if isinstance(item.content, Unreadable):
             return item.content.reason
         assert item.content is not None
-        if item.status is ImportStatus.NEW or item.status in CONFLICTS:
+        if item.status is ImportStatus.NEW or item.status in CONFLICT_REASONS:
             return _REASONS[item.status]
         # Try to read the session even if its row is not stored.  If an attacker has removed only
         # this row, the read raises an error.
@@ -196,8 +196,8 @@ class ComparisonRun:
             return ""
         copied = item.copied_events if item.status is ImportStatus.CONTINUED else None
         different = differences(item.content, copy, copied=copied)
-        is_older = different and item.status is ImportStatus.OLDER
-        return f"{_REASONS[item.status]}; {different}" if is_older else different
+        is_outdated = different and item.status is ImportStatus.OUTDATED
+        return f"{_REASONS[item.status]}; {different}" if is_outdated else different
 
     async def _compare_state(self, item: StateItem) -> None:
         self._result.states += 1

@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.formats.json_text import dump_state, load_state, read_event
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.maintenance.counts import clamped_sum, select_count
+from adk_secure_sessions.maintenance.counts import clamped, select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.row_scan import (
@@ -150,7 +150,7 @@ class EncryptedSource(Source):
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
             for row, size in await span.read(self._db.runner.read, query, key):
-                sizes[row] += clamped_sum(size)
+                sizes[row] += clamped(size)
         return sizes
 
 

@@ -18,7 +18,7 @@ from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state, reason_of
-from adk_secure_sessions.migration.findings import Finding, Findings, Stop
+from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -119,7 +119,7 @@ async def export_lines(
 class _ExportRun:
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
-    _index: IndexMaster  # for the blind indexes of the findings
+    _index_master: IndexMaster  # for the blind indexes of the findings
 
     def __init__(
         self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
@@ -138,14 +138,14 @@ class _ExportRun:
         """Call *write*, which reads all sessions *passes* times."""
         began = time.monotonic()
         # Notice a wrong key before anything is written.
-        self._index = (await self.db.keyring()).index_master
+        self._index_master = (await self.db.keyring()).index_master
         number = await self._source.count(self._selection)
         if self.app_name is not None:
             add_facts(app=self.app_name)
         self._meter = Meter(progress, passes * number, None)
         try:
             await write()
-        except Stop:
+        except StopAtBad:
             self.result.stopped = True
         self._meter.finish()
         return self._findings.write_to(self.result, began)
@@ -193,52 +193,52 @@ class _ExportRun:
     def _record_user(self, app_name: str) -> None:
         """Add the user's tag in this app to the audit record."""
         if self.user_id is not None and app_name not in self._users:
-            self._users[app_name] = self._index.tag_of(app_name, self.user_id).hex()
+            self._users[app_name] = self._index_master.tag_of(app_name, self.user_id).hex()
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
         self.result.bad += 1
-        self._findings.add(self._index.tag_of(*ids) if has_ids else b"", reason, *ids)
+        self._findings.add(self._index_master.tag_of(*ids) if has_ids else b"", reason, *ids)
         if not self._skip_bad:
-            raise Stop
+            raise StopAtBad
 
     def report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference is not None:
             self.result.different += 1
-            self._findings.add(self._index.tag_of(*ids), difference, *ids)
+            self._findings.add(self._index_master.tag_of(*ids), difference, *ids)
 
 
-async def _write_to_adk(run: _ExportRun, adk: AdkTarget, *, verify: bool) -> None:
-    await adk.open()
+async def _write_to_adk(run: _ExportRun, target: AdkTarget, *, verify: bool) -> None:
+    await target.open()
     async for batch in run.readable_sessions():
-        await _write_sessions(run, adk, batch)
+        await _write_sessions(run, target, batch)
     # google-adk needs a row of state for each user and each app, even if the state is empty.
     async for owner, state in run.readable_states():
         try:
-            run.result.states += await adk.insert_state(owner, state)
+            run.result.states += await target.insert_state(owner, state)
         except ConversionError as error:
             run.reject(owner, str(error))
     if verify:
-        await _compare(run, adk)
+        await _compare(run, target)
 
 
 async def _write_sessions(
-    run: _ExportRun, adk: AdkTarget, batch: Mapping[Ids, SessionContent]
+    run: _ExportRun, target: AdkTarget, batch: Mapping[Ids, SessionContent]
 ) -> None:
     """Write the sessions that the target does not have; compare the others."""
     failed: dict[Ids, str] = {}
     suitable: dict[Ids, SessionRows] = {}
     for ids, content in batch.items():
         try:
-            suitable[ids] = adk.rows_of(ids, content)
+            suitable[ids] = target.rows_of(ids, content)
         except ConversionError as error:
             failed[ids] = str(error)
-    known = await adk.differences({ids: batch[ids] for ids in suitable})
+    known = await target.differences({ids: batch[ids] for ids in suitable})
     new = {ids: rows for ids, rows in suitable.items() if known[ids] == MISSING}
-    rejected = await adk.insert(new)
+    rejected = await target.insert(new)
     # If the connection was lost after the commit, the repeated INSERT is rejected, although the
     # sessions are stored.  So compare the rejected sessions, too.
-    known |= await adk.differences({ids: batch[ids] for ids in rejected})
+    known |= await target.differences({ids: batch[ids] for ids in rejected})
     for ids, difference in known.items():
         if ids in new and ids not in rejected:
             run.result.sessions += 1
@@ -252,18 +252,18 @@ async def _write_sessions(
         run.reject(ids, reason)
 
 
-async def _compare(run: _ExportRun, adk: AdkTarget) -> None:
+async def _compare(run: _ExportRun, target: AdkTarget) -> None:
     """Read both databases again, compare all sessions and states, and report differences."""
     found = verified = 0
     async for batch in run.readable_sessions(reports=False):
-        for ids, difference in (await adk.differences(batch)).items():
+        for ids, difference in (await target.differences(batch)).items():
             verified += 1
             found += difference != MISSING
             run.report_difference(ids, difference)
     async for owner, state in run.readable_states(reports=False):
-        run.report_difference(owner, await adk.state_difference(owner, state))
+        run.report_difference(owner, await target.state_difference(owner, state))
     run.result.verified = verified
-    run.result.only_in_target = max(await adk.count(run.app_name, run.user_id) - found, 0)
+    run.result.only_in_target = max(await target.count(run.app_name, run.user_id) - found, 0)
 
 
 async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> None:

@@ -253,7 +253,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
         if await self._uses_source() and await self._source_has(ids):
-            await self._imports.tombstone(*ids)
+            await self._imports.add_tombstone(*ids)
         await self._service.delete_session(
             app_name=app_name, user_id=user_id, session_id=session_id
         )
@@ -348,7 +348,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         try:
             yield
         except DatabaseError as error:
-            error.args = (f"the plaintext source ({self._source.place}): {error}",)
+            error.args = (f"the plaintext source ({self._source.location}): {error}",)
             raise
 
     def _count(self) -> None:

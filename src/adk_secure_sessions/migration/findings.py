@@ -8,7 +8,7 @@ from adk_secure_sessions.maintenance.problems import CappedList
 T = TypeVar("T")
 
 
-class Stop(Exception):
+class StopAtBad(Exception):
     """A session or state cannot be copied or exported, and `skip_bad` is False."""
 
 

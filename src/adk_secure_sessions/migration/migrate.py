@@ -14,10 +14,10 @@ from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.compare import differences, is_same_state
 from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
-from adk_secure_sessions.migration.findings import Finding, Findings, Stop
+from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.source_scan import (
-    CONFLICTS,
-    GONE,
+    CONFLICT_REASONS,
+    GONE_REASON,
     SessionItem,
     SourceItem,
     SourceScan,
@@ -39,7 +39,7 @@ from adk_secure_sessions.storage.schema import MigratedRow
 # server, each import uses a connection of the pool, which has 10.
 _IMPORTS_AT_ONCE, _IMPORTS_ON_SQLITE = 8, 32
 
-_READ_STATUSES = (ImportStatus.NEW, ImportStatus.OLDER)
+_READ_STATUSES = (ImportStatus.NEW, ImportStatus.OUTDATED)
 
 
 @dataclass
@@ -145,8 +145,8 @@ async def migrate(
     number = await source.count(selection)
     if not dry_run:
         await init(db)
-    index = None if dry_run and await db.is_new() else (await db.keyring()).index_master
-    if delete_gone and index is not None and await db.imports.migration_end():
+    index_master = None if dry_run and await db.is_new() else (await db.keyring()).index_master
+    if delete_gone and index_master is not None and await db.imports.migration_end():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit --delete-gone (delete_gone)"
@@ -154,7 +154,7 @@ async def migrate(
     result = Migration(deleted_gone=delete_gone)
     run = _MigrationRun(
         result,
-        SourceScan(source, db, index, selection, _READ_STATUSES),
+        SourceScan(source, db, index_master, selection, _READ_STATUSES),
         db,
         Findings(with_ids=show_ids),
         Meter(progress, number),
@@ -168,7 +168,7 @@ async def migrate(
         async for _ in run.scan.changed_or_new():  # also finds the copies for `report_gone`
             result.behind += 1
         await run.report_gone(delete=delete_gone)
-    except Stop:
+    except StopAtBad:
         result.stopped = True
     run.meter.finish()
     result.has_others = await source.has_others()
@@ -192,7 +192,7 @@ class _MigrationRun:
 
     async def copy(self) -> None:
         number = _IMPORTS_AT_ONCE
-        if self.scan.index is not None:
+        if self.scan.index_master is not None:
             end = await self.target.imports.migration_end()
             self.is_erased = end is not None and end.source_is_erased
             dialect = await self.target.runner.run_on_data(dialect_of, commit=False)
@@ -228,8 +228,8 @@ class _MigrationRun:
         await self.meter.advance()
 
     async def _import(self, item: SessionItem, content: SessionContent) -> ImportStatus:
-        is_older = item.status is ImportStatus.OLDER
-        if is_older and self.is_erased and not await self._may_replace_copy(item, content):
+        is_outdated = item.status is ImportStatus.OUTDATED
+        if is_outdated and self.is_erased and not await self._may_replace_copy(item, content):
             return ImportStatus.CONFLICT
         if not self.writes:
             return item.status
@@ -237,15 +237,15 @@ class _MigrationRun:
             *item.session.ids,
             **content._asdict(),
             source_etag=item.session.etag,
-            replace=is_older,
+            replace=is_outdated,
         )
 
     def _report_if_conflict(self, item: SourceItem[Any], status: ImportStatus) -> bool:
         """Return whether *status* is a conflict; if it is, count and list *item*."""
-        if status not in CONFLICTS:
+        if status not in CONFLICT_REASONS:
             return False
         self.result.conflicts += 1
-        self.findings.add(item.tag, CONFLICTS[status], *item.ids)
+        self.findings.add(item.tag, CONFLICT_REASONS[status], *item.ids)
         return True
 
     async def _may_replace_copy(self, item: SessionItem, content: SessionContent) -> bool:
@@ -266,18 +266,18 @@ class _MigrationRun:
         status = item.status
         if isinstance(item.content, Unreadable):
             self._report_bad(item, item.content.reason)
-        elif item.content is not None and (status.is_due or status in CONFLICTS):
+        elif item.content is not None and (status.is_due or status in CONFLICT_REASONS):
             if self.writes:
                 status = await self.target.imports.import_state(
                     item.ids, item.content, replace=not self.is_erased
                 )
-            elif self.scan.index is not None:
+            elif self.scan.index_master is not None:
                 status = await self._expected(item, item.content)
             self._report_if_conflict(item, status)
             self.result.states += status.is_due
 
     async def _expected(self, item: StateItem, state: bytes) -> ImportStatus:
-        """Return what `import_state` would return: like it, compare states and not versions."""
+        """Predict the result of `import_state`.  It compares states, not versions."""
         stored = await owner_state(self.target, *item.ids)
         if item.status is ImportStatus.NEW:
             is_same = is_same_state(state, stored)
@@ -286,13 +286,13 @@ class _MigrationRun:
         if copy.row.is_tombstone or copy.stored is None:
             return ImportStatus.DELETED
         can_replace = copy.has_state(stored) and not self.is_erased
-        return ImportStatus.OLDER if can_replace else ImportStatus.CONFLICT
+        return ImportStatus.OUTDATED if can_replace else ImportStatus.CONFLICT
 
     def _report_bad(self, item: SourceItem[Any], reason: str) -> None:
         self.result.bad += 1
         self.findings.add(item.tag, reason, *item.ids)
         if not self.skip_bad:
-            raise Stop
+            raise StopAtBad
 
     async def report_gone(self, *, delete: bool) -> None:
         """List the copied sessions that the source no longer has; with *delete*, delete them."""
@@ -315,7 +315,7 @@ class _MigrationRun:
             if delete and self.writes and not await self._delete(ids, copy):
                 continue
             self.result.gone += 1
-            self.findings.add(tag, GONE, *ids)
+            self.findings.add(tag, GONE_REASON, *ids)
 
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""

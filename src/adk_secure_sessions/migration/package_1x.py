@@ -86,8 +86,8 @@ class Package1x(AdkTables):
     async def queries(self) -> AdkQueries:
         if self._queries is None:
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
-            queries = await self.inspect(work)
-            samples = await self.run(lambda connection: list(not_plaintext(connection, limit=2)))
+            queries = await self.run_decoded(work)
+            samples = await self.run_in_snapshot(lambda c: list(not_plaintext(c, limit=2)))
             found = await asyncio.to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )

@@ -55,9 +55,8 @@ class ServiceSource(Source):
         app_names: The names of the apps to read: a service cannot list its apps.
         user_ids: The user ids of each app, by app name, for a service that cannot list the
             sessions of all users at once.
-        compares_events: If True, a later run notices that a session has more events although its
-            `last_update_time` is the same.  To do so, every run reads every session, and again at
-            its end.  If False, a later run reads only those whose `last_update_time` has changed.
+        compares_events: Whether a later run detects new events in a session with an unchanged
+            `last_update_time`.  This costs a read of every session, twice per run.
 
     Raises:
         ConfigurationError: *service* is not a session service, or *app_names* is a single text.

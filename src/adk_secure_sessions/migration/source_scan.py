@@ -32,11 +32,11 @@ from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sess
 
 C = TypeVar("C")
 
-CONFLICTS = {
+CONFLICT_REASONS = {
     ImportStatus.CONFLICT: "both sides have changed or deleted it since it was copied",
     ImportStatus.SAME_ID: "the target has one with the same ids that was not copied",
 }
-GONE = "it was copied before, and this source does not have it"
+GONE_REASON = "it was copied before, and this source does not have it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ StateItem = SourceItem[bytes]
 class SourceScan:
     """Yields the sessions of a source, its states, and what has changed in it during the scan.
 
-    *index* computes the blind indexes of the target; if it is None, the target has no keys yet, and
-    everything is new.  Only sessions with a status in *wanted* are read.
+    *index_master* computes the blind indexes of the target; if it is None, the target has no keys
+    yet, and everything is new.  Only sessions with a status in *statuses_to_read* are read.
 
     The status of many sessions and states is found with few queries.  The queries read the
     revisions of sessions and the versions of states, but decrypt no rows.  The methods of `Imports`
@@ -76,9 +76,9 @@ class SourceScan:
 
     source: Source
     target: Database
-    index: IndexMaster | None
+    index_master: IndexMaster | None
     selection: Selection
-    wanted: Collection[ImportStatus] = tuple(ImportStatus)
+    statuses_to_read: Collection[ImportStatus] = tuple(ImportStatus)
 
     def __post_init__(self) -> None:
         self.listed_versions: DigestSet = DigestSet()
@@ -94,7 +94,7 @@ class SourceScan:
 
     def tag(self, ids: Ids, *, has_ids: bool = True) -> bytes:
         """Return the blind index; empty if the target has no keys, or if *has_ids* is False."""
-        return self.index.tag_of(*ids) if self.index and has_ids else b""
+        return self.index_master.tag_of(*ids) if self.index_master and has_ids else b""
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
@@ -104,9 +104,10 @@ class SourceScan:
             items = await self._session_items(listed)
             for item in items:
                 self._tags.add((item.tag,))
-            if left := [item for item in items if item.status not in self.wanted]:
+            if left := [item for item in items if item.status not in self.statuses_to_read]:
                 yield left
-            if read := await self._with_contents([p for p in items if p.status in self.wanted]):
+            due = [item for item in items if item.status in self.statuses_to_read]
+            if read := await self._with_contents(due):
                 yield read
 
     async def _listed(self) -> AsyncIterator[Sequence[SourceSession]]:
@@ -178,7 +179,7 @@ class SourceScan:
     async def _find_unseen_copies(self) -> None:
         """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
         target, app_name = self.target, self.selection.app_name
-        if self.index is None or self.selection.since is not None:
+        if self.index_master is None or self.selection.since is not None:
             return
         if await target.imports.migration_end() or not await target.imports.feature.is_added():
             return
@@ -193,7 +194,7 @@ class SourceScan:
                     self._unseen_copies[known] = row
 
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
-        if self.index is None:
+        if self.index_master is None:
             return [SessionItem(session.ids, session=session) for session in listed]
         imports, read = self.target.imports, self.target.runner.read
         known = [session for session in listed if session.has_ids]
@@ -217,7 +218,7 @@ class SourceScan:
         return items
 
     async def _state_items(self, states: States) -> list[StateItem]:
-        copies = await self.target.imports.rows_for(states) if self.index else {}
+        copies = await self.target.imports.rows_for(states) if self.index_master else {}
         items: list[StateItem] = []
         for ids, state in states.items():
             status = ImportStatus.NEW

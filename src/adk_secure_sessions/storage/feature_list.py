@@ -36,11 +36,11 @@ REPLACED = (
 )
 
 
-def authenticated_features(
-    index: IndexMaster, database_id: bytes, features: frozenset[str] = frozenset()
+def features_with_mac(
+    index_master: IndexMaster, database_id: bytes, features: frozenset[str] = frozenset()
 ) -> str:
     names = ",".join(sorted(features)) or NO_FEATURES
-    return f"{names} {index.mac('features', database_id, names).hex()}"
+    return f"{names} {index_master.mac('features', database_id, names).hex()}"
 
 
 def check_features(survey: Survey, keyring: Keyring) -> None:
@@ -66,15 +66,15 @@ def check_features(survey: Survey, keyring: Keyring) -> None:
 
 
 def separation_rows(
-    separation: SeparationState, index: IndexMaster, new_id: bytes, features: frozenset[str]
+    separation: SeparationState, index_master: IndexMaster, new_id: bytes, features: frozenset[str]
 ) -> dict[str, str]:
     """Return the texts, by name, that `separate` stores in `secure_meta` when it begins."""
     masters = " ".join(map(str, sorted(separation.master_ids)))
     text = f"{separation.old_id.hex()} {separation.since} {masters}"
     return {
         meta.DATABASE_ID: new_id.hex(),
-        meta.FEATURES: authenticated_features(index, new_id, features | {FeatureName.SEPARATING}),
-        meta.SEPARATION: f"{text} {index.mac('separation', new_id, text).hex()}",
+        meta.FEATURES: features_with_mac(index_master, new_id, features | {FeatureName.SEPARATING}),
+        meta.SEPARATION: f"{text} {index_master.mac('separation', new_id, text).hex()}",
     }
 
 
@@ -89,7 +89,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     _check_list(survey, keyring)
     if feature in survey.features:
         return
-    value = authenticated_features(
+    value = features_with_mac(
         keyring.index_master, keyring.database_id, survey.features | {feature}
     )
     if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):

@@ -26,11 +26,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.storage import meta, schema
-from adk_secure_sessions.storage.feature_list import (
-    REPLACED,
-    authenticated_features,
-    check_features,
-)
+from adk_secure_sessions.storage.feature_list import REPLACED, check_features, features_with_mac
 from adk_secure_sessions.storage.features.index_rows import MAX_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, metadata
 from adk_secure_sessions.storage.schema import keyring as keyring_table
@@ -79,7 +75,7 @@ async def open_database(
             created = meta_rows
             if keyring is None:
                 (_, index_master), _ = fresh
-                features = authenticated_features(index_master.index_master(), database_id)
+                features = features_with_mac(index_master.index_master(), database_id)
                 created = {**meta_rows, meta.FEATURES: features}
             new = [row for row, _ in fresh]
             if await _create_missing(executors.key_tables, table_set, key_survey, created, new):

@@ -60,7 +60,6 @@ from adk_secure_sessions.storage.writes import (
 
 K = TypeVar("K", bound=tuple[str, ...])
 T = TypeVar("T")
-AppOrUser = tuple[str, ...]  # the app name; and, of a user, the user id
 
 # One request inserts at most this many events and bytes.  A larger event is inserted alone.
 _EVENTS_AT_ONCE = 5000
@@ -79,7 +78,7 @@ class ImportStatus(Enum):
     """
 
     NEW = "it was never imported"
-    OLDER = "an earlier version was imported, and no service has changed it since"
+    OUTDATED = "an earlier version was imported, and no service has changed it since"
     UNCHANGED = "this version was imported, and no service has changed it since"
     CONTINUED = "this version was imported, and a service has changed it since"
     CONFLICT = "an earlier version was imported, and a service has changed or deleted it since"
@@ -89,7 +88,7 @@ class ImportStatus(Enum):
     @property
     def is_due(self) -> bool:
         """Whether an import stores the session or state, or has stored it."""
-        return self in (ImportStatus.NEW, ImportStatus.OLDER)
+        return self in (ImportStatus.NEW, ImportStatus.OUTDATED)
 
 
 class SourceEvent(NamedTuple):
@@ -103,7 +102,7 @@ class SourceEvent(NamedTuple):
 # changed it since, and whether no service has changed it since.
 _STATUS = {
     (True, True): ImportStatus.UNCHANGED,
-    (False, True): ImportStatus.OLDER,
+    (False, True): ImportStatus.OUTDATED,
     (True, False): ImportStatus.CONTINUED,
     (False, False): ImportStatus.CONFLICT,
 }
@@ -226,7 +225,7 @@ class _Import(Write[T]):
                 stored.row.id,
             )
         status = _STATUS[hmac.compare_digest(row.source, self.source), is_untouched]
-        if status is ImportStatus.OLDER and not self.replace:
+        if status is ImportStatus.OUTDATED and not self.replace:
             return ImportStatus.CONFLICT
         return status
 
@@ -330,7 +329,7 @@ class ImportSession(_Import[ImportStatus]):
         row: MigratedRow,
     ) -> Steps[None]:
         owners.ensure_user(user, user.app_row, {}, old.row)
-        new, new_row = self._new(attempt, user.row.id, ImportStatus.OLDER)
+        new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owners, old, new.session, new.witness)
         changes += [*new.other_inserts, _update(row, new_row)]
         if not (yield from self._apply(attempt, new, changes)):
@@ -551,7 +550,7 @@ class Imports:
         return await self._runner.run(operation)
 
     async def import_state(
-        self, owner: AppOrUser, state: bytes, *, replace: bool = False
+        self, owner: tuple[str, ...], state: bytes, *, replace: bool = False
     ) -> ImportStatus:
         """Set the state of a user or an app exactly to *state*, as `encode_state` returns it.
 
@@ -587,7 +586,9 @@ class Imports:
                 found[one] = of_user._replace(stored=stored)
         return found
 
-    async def tombstone(self, app_name: str, user_id: str, session_id: str | None = None) -> None:
+    async def add_tombstone(
+        self, app_name: str, user_id: str, session_id: str | None = None
+    ) -> None:
         """Store a tombstone of the session or, if *session_id* is None, of all that the user has.
 
         Call this before deleting the session, or the user's rows.  Otherwise, an import could
@@ -622,7 +623,10 @@ class Imports:
         return await self._runner.run_on_keys(store)
 
     async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
-        """Remove COMPLETE.  With *source_is_kept*, turn SOURCE_ERASED back into COMPLETE."""
+        """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.
+
+        Return whether the mark was changed.
+        """
         old, new = MigrationEnd.COMPLETE, None
         if source_is_kept:
             old, new = MigrationEnd.SOURCE_ERASED, old
