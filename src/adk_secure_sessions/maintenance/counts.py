@@ -102,9 +102,8 @@ async def count_records(
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Return the record counts by table and backend, and the number of spare data keys.
 
-    A record counts as newest if the newest data key that its owner's row names encrypts it (see
-    `newest_named_keys`), and this key was created at *since* or later, and *keyring*, if given, can
-    unwrap it.
+    A record counts as newest if its data key is that of `newest_named_keys`, was created at *since*
+    or later, and can be unwrapped by *keyring*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     under_newest: Counter[tuple[str, int | None]] = Counter()
@@ -177,8 +176,7 @@ def split_at_newest_named(
 async def newest_named_keys(
     db: Database, owners: set[object]
 ) -> tuple[dict[object, DataKeyRow], set[int]]:
-    """Return the newest data key that the row of each of *owners* (tags) names, and the ids of all
-    newer ones.
+    """Return the newest data key that each owner's row names, by tag, and the ids of newer ones.
 
     If the owner's row is not authentic, this is the newest data key.  Without root keys, it is the
     data key that encrypts the owner's row.

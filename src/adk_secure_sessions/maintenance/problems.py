@@ -39,6 +39,7 @@ ROW_ERRORS = (DecryptionError, struct.error, UnicodeDecodeError)
 # If a row of these tables is bad, many other rows cannot be decrypted, and each of them causes an
 # error that names the bad row.  So report a bad row of these tables only once.
 _NEEDED_BY_OTHERS = (apps.name, users.name, data_keys.name)
+_ONE: sa.ColumnElement[int] = sa.literal_column("1")
 
 
 class Problem(NamedTuple):
@@ -101,8 +102,7 @@ class Problems(CappedList[Problem]):
     def add_error(self, error: Exception, table: str, row: object) -> bool:
         """Count and record the row that *error* names or, if *error* names none, *row*.
 
-        Return True for a row of an app, a user or a data key, which other rows need.  Such a row is
-        counted once.
+        Return True for a row of an app, user or data key: other rows need it.  It is counted once.
         """
         if not isinstance(error, DecryptionError):
             error = TamperedError("its content is malformed", Reason.MALFORMED)
@@ -157,8 +157,7 @@ def _orphan_query(
     key: sa.Column[Any], column: sa.Column[Any], *owners: sa.Column[Any]
 ) -> tuple[sa.Column[Any], sa.Select[Any]]:
     """Return *key*, and the query for the rows whose *column* has the value of none of *owners*."""
-    one: sa.ColumnElement[int] = sa.literal_column("1")
-    return _counting(key, *(~sa.select(one).where(column == owner).exists() for owner in owners))
+    return _counting(key, *(~sa.select(_ONE).where(column == owner).exists() for owner in owners))
 
 
 def _counting(
@@ -172,12 +171,11 @@ def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnEleme
 
     If *app_tag* is given, only sessions and users of this app count.  A collection never counts.
     """
-    one: sa.ColumnElement[int] = sa.literal_column("1")
     minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     row = indexed.c.row_id
-    of_session = sa.select(one).where(sessions.c.id == row, ~IS_COLLECTION)
-    of_user = sa.select(one).where(users.c.id == minus_one - row)
+    of_session = sa.select(_ONE).where(sessions.c.id == row, ~IS_COLLECTION)
+    of_user = sa.select(_ONE).where(users.c.id == minus_one - row)
     if app_tag is not None:
         app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
         of_user = of_user.where(users.c.app_row.in_(app))

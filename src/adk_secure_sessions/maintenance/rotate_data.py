@@ -328,8 +328,7 @@ class DataRotationRun(RotationRun):
         """Return the data key with which to re-encrypt the owner's records, or None.
 
         Return None if the current data key is not the newest one, or is older than the rotation, as
-        in a dry run, which creates none.  `_reencrypt` then encrypts every record again, with the
-        current key.
+        in a dry run: `_reencrypt` then encrypts every record again, with the current key.
         """
         current = keys.current(owner_tag)
         if current is None or not keys.current_is_newest(owner_tag):

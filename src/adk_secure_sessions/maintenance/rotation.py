@@ -140,8 +140,7 @@ class RotationRun(ABC):
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
             index_master = (await self._db.keyring()).index_master
-            begun = parse_checkpoints(stored, index_master)
-            own = [rotation for rotation in begun if rotation.name == self._name]
+            own = [one for one in parse_checkpoints(stored, index_master) if one.name == self._name]
             if own:
                 self.result.since, self.result.resumed = own[0].since, True
                 if self.result.since is None or not own[0].is_authentic:

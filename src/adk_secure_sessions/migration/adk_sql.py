@@ -26,6 +26,7 @@ from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     LIMITS,
     ConversionError,
+    Ids,
     Selection,
     SessionContent,
     SourceSession,
@@ -92,17 +93,15 @@ _SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 # ignore case.  Python would then not find the session of an event whose ids have another case.
 _OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
 
-# The key of a row, such as of the last row of a page.
-RowKey = tuple[str, ...]
 T = TypeVar("T")
-AdkPage = tuple[list[T], RowKey | None]
+AdkPage = tuple[list[T], Ids | None]  # with the ids of the last row, if more rows follow
 # A session, its row, and the rows of its events.
 SessionWithRows = tuple[SourceSession, Row, list[Row]]
 # The keys of apps or users, each with the unconverted state.
-StateRows = Sequence[tuple[RowKey, Any]]
+StateRows = Sequence[tuple[Ids, Any]]
 
 
-def _pages(read: Callable[[RowKey | None], AdkPage[T]]) -> Iterator[list[T]]:
+def _pages(read: Callable[[Ids | None], AdkPage[T]]) -> Iterator[list[T]]:
     page, after = read(None)
     yield page
     while after is not None:
@@ -178,7 +177,7 @@ class AdkQueries:
         return connection.scalar(sessions) or 0
 
     def page(
-        self, connection: sa.Connection, selection: Selection, after: RowKey | None
+        self, connection: sa.Connection, selection: Selection, after: Ids | None
     ) -> AdkPage[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
@@ -199,7 +198,7 @@ class AdkQueries:
         self,
         connection: sa.Connection,
         conditions: Sequence[sa.ColumnElement[bool]],
-        after: RowKey | None,
+        after: Ids | None,
         limit: int,
         state: sa.ColumnElement[Any],
         size: sa.ColumnElement[Any],
@@ -270,7 +269,7 @@ class AdkQueries:
         return stored
 
     def lookup(
-        self, connection: sa.Connection, key: Sequence[str], after: RowKey | None = None
+        self, connection: sa.Connection, key: Sequence[str], after: Ids | None = None
     ) -> AdkPage[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
@@ -340,8 +339,8 @@ class AdkQueries:
         connection: sa.Connection,
         selection: Selection,
         table: sa.Table,
-        after: RowKey | None,
-    ) -> AdkPage[tuple[RowKey, Any]]:
+        after: Ids | None,
+    ) -> AdkPage[tuple[Ids, Any]]:
         """Return the next rows of a table of states; *after* and the position are as for `page`."""
         key, of_app = tuple(table.primary_key), self._of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
@@ -382,7 +381,7 @@ class AdkQueries:
             if rows := ", ".join(map(str, connection.scalars(query))):
                 raise ConfigurationError(f"the table {table.name} has (in row {rows}) {_NOT_TEXT}")
 
-    def _text_ids(self, names: Sequence[Any]) -> RowKey:
+    def _text_ids(self, names: Sequence[Any]) -> Ids:
         try:
             return tuple(map(adk_rows.to_text, names))
         except (TypeError, ValueError):
@@ -410,7 +409,7 @@ class AdkQueries:
         return sa.func.length(column)
 
     def _after(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: RowKey | None
+        self, columns: Sequence[sa.ColumnElement[Any]], key: Ids | None
     ) -> list[sa.ColumnElement[bool]]:
         # `_check_names` has rejected other types.  But an attacker may add rows since then: a BLOB
         # is after every text, so the rows would come again in each page.
@@ -420,7 +419,7 @@ class AdkQueries:
         return are_text if key is None else [*are_text, self._is_after(columns, key)]
 
     def _is_after(
-        self, columns: Sequence[sa.ColumnElement[Any]], key: RowKey
+        self, columns: Sequence[sa.ColumnElement[Any]], key: Ids
     ) -> sa.ColumnElement[bool]:
         """Return the condition that the tuple *columns* is greater than *key*.
 

@@ -49,8 +49,6 @@ from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
 
 T = TypeVar("T")
 
-_SessionIds = tuple[str, str, str]  # the app name, the user id and the session id
-
 logger: logging.Logger = logging.getLogger(__name__)
 
 _SERVICE_MARKER = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
@@ -320,7 +318,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             self._keyring = keyring
         return not self._is_complete
 
-    async def _is_superseded(self, ids: _SessionIds) -> bool:
+    async def _is_superseded(self, ids: Ids) -> bool:
         return bool(await self._imports.rows_for([ids]))
 
     async def _settled_owners(self) -> Lru[Ids, bool]:
@@ -363,7 +361,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 self.copied_sessions,
             )
 
-    async def _source_has(self, ids: _SessionIds) -> bool:
+    async def _source_has(self, ids: Ids) -> bool:
         """Return whether the source has a session that no row of `secure_migrated` supersedes."""
         session = await self._query(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
@@ -433,7 +431,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             cache.put(owner, True)
         self._copy_runs += 1
 
-    async def _copy(self, ids: _SessionIds) -> bool:
+    async def _copy(self, ids: Ids) -> bool:
         """Copy a session, whose states were copied; return False if the source does not have it."""
         if await self._is_superseded(ids):
             return True
