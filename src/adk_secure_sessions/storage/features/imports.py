@@ -623,9 +623,8 @@ class Imports:
         return await self._runner.run_on_keys(store)
 
     async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
-        """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.
-
-        Return whether the mark was changed.
+        """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.  Return
+        whether the mark was changed.
         """
         old, new = MigrationEnd.COMPLETE, None
         if source_is_kept:
