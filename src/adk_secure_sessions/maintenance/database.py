@@ -233,3 +233,23 @@ class Database(HoldsSecrets, ClosedByWith):
 
 
 _ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)
+
+
+async def run_deletion(
+    change: Callable[[Callable[[sa.Connection], T]], Awaitable[T]],
+    work: Callable[[sa.Connection], T],
+    number: Callable[[T], int],
+) -> T:
+    """Run *work* in one transaction of *change*, and return its result, which says what it deletes.
+
+    If the connection was lost during COMMIT, the attempt may have been committed, and the next one
+    found nothing.  So return the latest result in which *number* counts deletions.
+    """
+    results: list[T] = []
+
+    def run(connection: sa.Connection) -> T:
+        results.append(work(connection))
+        return results[-1]
+
+    await change(run)
+    return next((result for result in reversed(results) if number(result)), results[-1])

@@ -13,7 +13,7 @@ from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import select_count
-from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.database import Database, run_deletion
 from adk_secure_sessions.maintenance.inspection import select_id_by_tag
 from adk_secure_sessions.maintenance.row_scan import header_column
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
@@ -167,23 +167,17 @@ async def erase_user(
 
 
 async def _commit(
-    change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]],
+    change: Callable[[Callable[[sa.Connection], "_Deletion"]], Awaitable["_Deletion"]],
     new_deletion: "Callable[[sa.Connection], _Deletion]",
 ) -> "_Deletion":
     """Delete in one transaction of *change*, and return the deletion that was committed."""
-    deletions: list[_Deletion] = []
 
-    def work(connection: sa.Connection) -> None:
+    def work(connection: sa.Connection) -> _Deletion:
         deletion = new_deletion(connection)
         deletion.run()
-        deletions.append(deletion)
+        return deletion
 
-    await change(work)
-    # If the connection was lost during COMMIT, the attempt may have been committed.  In that
-    # case, the next attempt found no rows.  So return the latest attempt that deleted rows.
-    return next(
-        (deletion for deletion in reversed(deletions) if deletion.counts.total()), deletions[-1]
-    )
+    return await run_deletion(change, work, lambda deletion: deletion.counts.total())
 
 
 @dataclass

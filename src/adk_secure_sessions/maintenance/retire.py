@@ -1,7 +1,7 @@
 """Retire replaced keys: delete data keys and data masters that no row uses any more."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_newest_named
-from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.database import Database, run_deletion
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
@@ -150,7 +150,8 @@ async def retire(
     known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
-    of_masters = await _decided(db.runner.run_on_keys, work, commit=not dry_run)
+    change = partial(db.runner.run_on_keys, commit=not dry_run)
+    of_masters = await run_deletion(change, work, lambda decision: len(decision.deletable))
     kept.extend(of_masters.kept)
     ids = tuple(row.id for row in of_masters.deletable)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
@@ -189,27 +190,6 @@ class _KeyDecision(NamedTuple, Generic[K]):
     spare: int = 0
 
 
-async def _decided(
-    change: Callable[..., Awaitable[_KeyDecision[K]]],
-    work: Callable[[sa.Connection], _KeyDecision[K]],
-    *,
-    commit: bool,
-) -> _KeyDecision[K]:
-    """Run *work* with *change*, and return its decision.
-
-    If the connection is lost during COMMIT, *work* is repeated, and finds no key that it has
-    already deleted: the decision with the most deletions counts.
-    """
-    made: list[_KeyDecision[K]] = []
-
-    def run(connection: sa.Connection) -> _KeyDecision[K]:
-        made.append(work(connection))
-        return made[-1]
-
-    await change(run, commit=commit)
-    return max(made, key=lambda decision: len(decision.deletable))
-
-
 # --- data keys -----------------------------------------------------------------------------------
 
 
@@ -229,8 +209,13 @@ async def _retire_data_keys(
         return _KeyDecision([], [])
     has_key_database = db.runner.executors.has_key_database
     work = partial(_delete_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
-    keys = await _decided(db.runner.run_on_data, work, commit=not dry_run)
-    if keys.deletable and has_key_database and not dry_run:
+    change = partial(db.runner.run_on_data, commit=not dry_run)
+    keys: _KeyDecision[DataKeyRow]
+    if not has_key_database:
+        keys = await run_deletion(change, work, lambda decision: len(decision.deletable))
+        return keys
+    keys = await change(work)  # the last decision: what an earlier attempt has found may be in use
+    if keys.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
