@@ -8,8 +8,10 @@ import logging
 import random
 import socket
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -165,17 +167,41 @@ async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
 ) -> None:
     source.unreadable.add(("ada", "visit"))
     reason = "a session of the plaintext source cannot be read: its state is not JSON"
-    for call in (service.get_session(**VISIT), service.list_sessions(**ADA)):
+    calls = service.get_session(**VISIT), service.list_sessions(**ADA)
+    for call in (*calls, service.create_session(**VISIT)):
         with pytest.raises(ConfigurationError, match=reason):
             await call
-    with pytest.raises(AlreadyExistsError):
-        await service.create_session(**VISIT)
     url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
     skipping = EncryptedSessionService(url, AesGcmBackend(KEY), skip_unreadable_sessions=True)
     async with PlaintextFallbackService(skipping, source) as second:
         assert await listed(second) == ["other"]
     await service.delete_session(**VISIT)
     assert await listed(service) == ["other"]
+
+
+async def test_copied_sessions_expire_as_those_that_migrate_copies(
+    source: MemoryLookup, tmp_path: Path
+) -> None:
+    visit, content = source.sessions_by_ids["ada", "visit"]
+    now = time.time_ns() // 1000
+    source.sessions_by_ids["ada", "visit"] = visit, content._replace(updated_at=now)
+    encrypted = EncryptedSessionService(
+        f"sqlite+aiosqlite:///{tmp_path}/sessions.db",
+        AesGcmBackend(KEY),
+        expires_after=timedelta(hours=1),
+    )
+    async with PlaintextFallbackService(encrypted, source) as service:
+        assert await listed(service) == ["visit"], "the other session has expired"
+        assert await service.get_session(**OTHER) is None
+        assert len((await get(service)).events) == 3
+        assert (await service.create_session(**OTHER)).state.keys().isdisjoint({"step"})
+        source.put("ada", "third", step=1)
+        await service.create_session(**ADA, session_id="third")
+        with pytest.raises(AlreadyExistsError):
+            await service.create_session(**VISIT)
+    with closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+        query = "SELECT expires_at - updated_at FROM secure_sessions"
+        assert connection.execute(query).fetchall() == [(3600 * 1_000_000,)] * 3
 
 
 async def test_plaintext_database_that_hangs_is_an_error_without_its_password(

@@ -22,7 +22,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.events import Event
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
@@ -156,14 +155,14 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     ) -> Session:
         """Store a new session, encrypted.
 
-        Copy the states of the app and the user first, if they were not copied yet.  Raise
-        AlreadyExistsError also if the source has a session with this id.
+        Copy the states of the app and the user first, if they were not copied yet, and a session of
+        the source with this id.
         """
         check_ids(app_name, user_id, session_id or "")
         if await self._uses_source():
-            if session_id is not None and await self._source_has((app_name, user_id, session_id)):
-                raise AlreadyExistsError("A session with this id already exists.")
             await self._copy_states(app_name, user_id)
+            if session_id is not None and await self._source_has((app_name, user_id, session_id)):
+                await self._copy((app_name, user_id, session_id))
         return await self._service.create_session(
             app_name=app_name,
             user_id=user_id,
@@ -371,7 +370,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def _sessions_of(
         self, app_name: str, user_id: str | None
     ) -> dict[SourceSession, SessionContent]:
-        """Return the sessions of the source that no row of `secure_migrated` supersedes."""
+        """Return the sessions of the source that were not superseded and have not expired."""
         contents = {}
         async for batch in self._batches(self._source.sessions_of(app_name, user_id)):
             superseded = await self._imports.rows_for(session.ids for session in batch)
@@ -379,12 +378,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 if session.ids in superseded:
                     continue
                 try:
-                    contents[session] = _readable(content)
+                    contents[session] = _readable(content).with_lifetime(self._service._lifetime)
                 except ConfigurationError as error:
                     if not self._service._skip:
                         raise
                     logger.error("left out of a listing: %s", error)
-        return contents
+        return {key: content for key, content in contents.items() if not content.has_expired}
 
     # --- Copying ----------------------------------------------------------------------------------
     # An `EncryptedSessionService` that is used without this class may have written the state of an
@@ -439,7 +438,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         contents = {} if session is None else await self._query(self._source.read([session]))
         if session is None or session not in contents:
             return False
-        content = _readable(contents[session])
+        content = _readable(contents[session]).with_lifetime(self._service._lifetime)
         result = await self._imports.import_session(
             *ids, **content._asdict(), source_etag=session.etag
         )

@@ -213,8 +213,7 @@ class _MigrationRun:
     async def _copy_session(self, item: SessionItem) -> None:
         status, content = item.status, item.content
         if isinstance(content, SessionContent):
-            if content.expires_at is None and self.lifetime is not None:
-                content = content._replace(expires_at=content.updated_at + self.lifetime)
+            content = content.with_lifetime(self.lifetime)
             await self.throttle.advance(len(content.events))
             status = await self._import(item, content)
         if isinstance(content, Unreadable):

@@ -80,6 +80,14 @@ class SessionContent(NamedTuple):
     def has_expired(self) -> bool:
         return self.expires_at is not None and self.expires_at <= time_now()
 
+    def with_lifetime(self, lifetime: int | None) -> "SessionContent":
+        """Let the session expire *lifetime* microseconds after its last update, if it does not
+        expire in the source.
+        """
+        if lifetime is None or self.expires_at is not None:
+            return self
+        return self._replace(expires_at=self.updated_at + lifetime)
+
 
 class ConversionError(Exception):
     """A row cannot be converted to a session, or a session to rows.
