@@ -258,8 +258,8 @@ def test_figures_of_the_front_and_the_comparison_are_those_of_the_benchmarks() -
     for other in (DOCS / "comparison.md", DOCS / "index.md", DOCS.parent / "README.md"):
         text = " ".join(other.read_text(encoding="utf-8").split())
         assert (
-            "less than half the time of ADK's unencrypted `DatabaseSessionService`, and most less "
-            "than half that of its `SqliteSessionService`"
+            "less than half the time of ADK's unencrypted `DatabaseSessionService`. Most take less "
+            "than half the time of ADK's `SqliteSessionService`, too"
         ) in text
     for backend, said, most in (
         ("aesgcm", "less than 10 %", 1.1),
