@@ -162,21 +162,16 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         scope = session_scope(session.id)
 
         def difference(memory: UserMemory) -> _Planned | None:
-            stored = memory.of_scope(scope)
-            drop: list[Entry] = []
-            kept = at = 0
             wanted = [one for one in new if one.id not in memory.deleted]
+            drop: list[Entry] = []
+            kept = 0
             # New entries can only be added after the stored ones.  So the kept entries must be the
             # first entries of *wanted*, in the same order; drop all other stored entries.
-            while kept < len(wanted):
-                end = at
-                while end < len(stored) and not wanted[kept].is_like(stored[end]):
-                    end += 1
-                if end == len(stored):
-                    break
-                drop += stored[at:end]
-                at, kept = end + 1, kept + 1
-            drop += stored[at:]
+            for stored in memory.of_scope(scope):
+                if kept < len(wanted) and wanted[kept].is_like(stored):
+                    kept += 1
+                else:
+                    drop.append(stored)
             if kept == len(wanted) and not drop and memory.has_scope(scope):
                 return None
             return _item(scope, wanted[kept:], drop)
