@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -98,7 +98,7 @@ def _write(
     file: str,
     label: str,
     nouns: str,
-    work: Callable[..., Awaitable[T]],
+    work: Callable[..., Coroutine[Any, Any, T]],
     **options: Any,
 ) -> T:
     """Let *work* write to stdout, or to a new file, and return its result."""

@@ -1,6 +1,6 @@
 """The commands that copy sessions from another database, compare both, and erase the source."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from itertools import chain
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -170,7 +170,7 @@ def erase_source(db: Database, confirm: str | None, dry_run: bool, **options: An
 def _run(
     db: Database,
     label: str,
-    work: Callable[..., Awaitable[Any]],
+    work: Callable[..., Coroutine[Any, Any, Any]],
     *,
     resume_hint: str | None = AGAIN,
     change: str = "",

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -159,35 +160,28 @@ def progress(label: str, nouns: str = "rows") -> "Iterator[maintenance.Progress]
     the text before the numbers, and *nouns* is what is counted, in the plural.
     """
     began = last = time.monotonic()
-    if not sys.stderr.isatty():
-
-        def line(processed: int, total: int) -> None:
-            nonlocal last
-            if (now := time.monotonic()) - last >= LINE_EVERY:
-                last = now
-                speed = f"{processed / max(now - began, 1e-9):,.0f} {nouns}/s"
-                click.echo(f"{label}: {processed:,} of {total:,} {nouns}, {speed}", err=True)
-
-        yield line
-        return
-    rate = 0.0
+    speed = f"0 {nouns}/s"
+    is_terminal = sys.stderr.isatty()
+    every = BAR_EVERY if is_terminal else LINE_EVERY
     bar: Any
     with click.progressbar(
         length=1,
         label=label,
         show_pos=True,
         show_eta=True,
-        item_show_func=lambda _: f"{rate:,.0f} {nouns}/s",
-        file=sys.stderr,
+        item_show_func=lambda _: speed,
+        file=sys.stderr if is_terminal else StringIO(),
     ) as bar:
 
-        def draw(processed: int, total: int) -> None:
-            nonlocal last, rate
+        def show(processed: int, total: int) -> None:
+            nonlocal last, speed
             now = time.monotonic()
-            if now - last < BAR_EVERY and processed < total:
+            if now - last < every and not (is_terminal and processed >= total):
                 return
-            last, rate = now, processed / max(now - began, 1e-9)
+            last, speed = now, f"{processed / max(now - began, 1e-9):,.0f} {nouns}/s"
+            if not is_terminal:
+                click.echo(f"{label}: {processed:,} of {total:,} {nouns}, {speed}", err=True)
             bar.length = max(total, 1)
             bar.update(processed - bar.pos)
 
-        yield draw
+        yield show

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -166,7 +166,7 @@ def main() -> None:
 class Call(Protocol):
     """Runs a coroutine to its end, and returns its result."""
 
-    def __call__(self, work: Awaitable[T], /) -> T: ...
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
 @contextmanager
@@ -177,18 +177,11 @@ def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Cal
     continue after Ctrl-C; it is None if the command changes nothing, even without --dry-run.
     """
 
-    async def awaited(work: Awaitable[T]) -> T:
-        return await work
-
     with one_line_errors():
         try:
             with asyncio.Runner() as runner:
-
-                def call(work: Awaitable[T]) -> T:
-                    return runner.run(awaited(work))
-
                 try:
-                    yield call
+                    yield runner.run
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
@@ -197,7 +190,7 @@ def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Cal
 
 def run(
     db: Database,
-    work: Callable[..., Awaitable[T]],
+    work: Callable[..., Coroutine[Any, Any, T]],
     *,
     label: str = "",
     nouns: str = "rows",

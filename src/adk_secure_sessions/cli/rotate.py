@@ -1,7 +1,7 @@
 """The commands that replace keys, and that delete replaced keys."""
 
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
@@ -97,7 +97,7 @@ def data(db: Database, store: ArtifactStore | None, **options: Any) -> None:
       adk-secure-sessions rotate data --db sqlite:///sessions.db --key file:root.key \\
           --backend aesgcm --also-backend fernet
     """
-    work: Callable[..., Awaitable[Any]] = maintenance.rotate_data
+    work: Callable[..., Coroutine[Any, Any, Any]] = maintenance.rotate_data
     if store is not None:
         from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 
@@ -108,7 +108,7 @@ def data(db: Database, store: ArtifactStore | None, **options: Any) -> None:
 def _rotate(
     db: Database,
     name: str,
-    work: Callable[..., Awaitable[Any]],
+    work: Callable[..., Coroutine[Any, Any, Any]],
     *,
     dry_run: bool,
     retire: bool,
