@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService
 from adk_secure_sessions.cli import main
+from adk_secure_sessions.cli.adk_commands import AdkCommand
 from tests.maintenance.support import OLD
 
 
@@ -57,7 +58,7 @@ def make_adk_tables(path: Path) -> None:
 
 
 def commands() -> dict[str, click.Command]:
-    """Return all commands by the words that call them."""
+    """Return all commands but those of google-adk, by the words that call them."""
     found: dict[str, click.Command] = {}
     groups: list[tuple[str, click.Group]] = [("", main)]
     while groups:
@@ -65,7 +66,7 @@ def commands() -> dict[str, click.Command]:
         for name, command in group.commands.items():
             if isinstance(command, click.Group):
                 groups.append((f"{prefix}{name} ", command))
-            else:
+            elif not isinstance(command, AdkCommand):
                 found[prefix + name] = command
     return found
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adk_secure_sessions.cli.config import PREFIX
-from adk_secure_sessions.cli.program import Command, Failure, main, one_line_errors
+from adk_secure_sessions.cli.program import Failure, main, one_line_errors
 from adk_secure_sessions.errors import SecureSessionError
 from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES, PLAINTEXT_KINDS
 
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
 
-# The commands of google-adk that `AdkGroup` adds, and the help of each.
+# The commands of google-adk that are run here, and the help of each.
 _ADK_COMMANDS = {
     "api_server": "Serve agents over HTTP (google-adk's command).",
     "run": "Run an agent in the terminal (google-adk's command).",
@@ -45,38 +45,20 @@ _BEFORE_ID = re.compile(
 )
 
 
-class AdkGroup(click.Group):
-    """A group that has commands of google-adk in addition to its own.
+class AdkCommand(click.Command):
+    """A command of google-adk, which is imported when the command is used: this takes seconds."""
 
-    google-adk is imported only when one of its commands is used: the import takes seconds.
-    """
-
-    command_class: type[click.Command] | None = Command
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return sorted({*super().list_commands(context), *_ADK_COMMANDS})
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _ADK_COMMANDS:
-            return super().get_command(context, name)
+    def make_context(self, info_name: str | None, *args: Any, **extra: Any) -> click.Context:
         from google.adk.cli.cli_tools_click import main as adk
 
-        command = adk.commands.get(name)
+        command = adk.commands.get(str(self.name))
         if command is None:
-            raise Failure(f"the installed google-adk has no command {name}", "ConfigurationError")
-        return _without_plaintext(command)
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [*_ADK_COMMANDS.items()]
-        for name in super().list_commands(context):
-            command = super().get_command(context, name)
-            if command is not None and not command.hidden:
-                rows.append((name, command.get_short_help_str(200)))
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows))
+            text = f"the installed google-adk has no command {self.name}"
+            raise Failure(text, "ConfigurationError")
+        return _without_plaintext(command).make_context(info_name, *args, **extra)
 
 
-@main.group(cls=AdkGroup)
+@main.group()
 def adk() -> None:
     """Run google-adk's commands so that they store sessions, artifacts and memory encrypted.
 
@@ -84,6 +66,10 @@ def adk() -> None:
     services.yaml and services.py would write user content as plaintext. It does not check what your
     agents and their plugins write: adk doctor finds plugins of google-adk.
     """
+
+
+for _name, _help in _ADK_COMMANDS.items():
+    adk.add_command(AdkCommand(_name, help=_help))
 
 
 def names_of(known: Collection[str]) -> Callable[[str], set[str]]:
@@ -134,7 +120,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
         with one_line_errors():
             _prepare(arguments, service_uri, allow_plaintext)
         context.params = arguments
-        with _ending_quietly(), _serving_no_evaluations(allow_plaintext):
+        with _ending_quietly():
             return context.invoke(command.callback or (lambda **_: None), **arguments)
 
     ours.callback = run
@@ -182,6 +168,8 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
         asyncio.run(_open(service))
     if "traces" not in allowed:
         _ignore_trace_variables()
+    if "evaluations" not in allowed:
+        _reject_evaluations()
 
 
 async def _open(service: "EncryptedSessionService") -> None:
@@ -240,12 +228,11 @@ def _ignore_trace_variables() -> None:
     os.environ.update(dict.fromkeys(PLACES[EXPORTER].variables, ""))
 
 
-@contextlib.contextmanager
-def _serving_no_evaluations(allowed: set[str]) -> Iterator[None]:
-    """Make uvicorn's servers reject requests that write evaluations, during the block.
+def _reject_evaluations() -> None:
+    """Make uvicorn's servers reject requests that write evaluations.
 
-    If "evaluations" is in *allowed*, change nothing.  All releases of google-adk pass their
-    application to `uvicorn.Config`, so this function patches that class.
+    All releases of google-adk pass their application to `uvicorn.Config`, so this function patches
+    that class.
     """
     import uvicorn
 
@@ -256,11 +243,7 @@ def _serving_no_evaluations(allowed: set[str]) -> Iterator[None]:
     def create_guarded(config: uvicorn.Config, app: Any, *values: Any, **options: Any) -> None:
         create(config, without_evaluations(app), *values, **options)
 
-    with contextlib.ExitStack() as stack:
-        if "evaluations" not in allowed:
-            stack.callback(setattr, uvicorn.Config, "__init__", create)
-            setattr(uvicorn.Config, "__init__", create_guarded)  # noqa: B010
-        yield
+    setattr(uvicorn.Config, "__init__", create_guarded)  # noqa: B010
 
 
 @contextlib.contextmanager
