@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import await_to_end
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
@@ -44,8 +44,6 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# With this flag, opening a directory needs no permission to list its entries.
-_PASS = getattr(os, "O_PATH", 0)
 # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 # The errors that `open` raises if a link, a directory or a socket is in the place of an object, or
@@ -103,17 +101,15 @@ class BlobDirectory(BlobStore):
         self._seen = seen
 
     @contextmanager
-    def _folder(self, flags: int = os.O_RDONLY) -> "Iterator[_Folder]":
+    def _folder(self) -> "Iterator[_Folder]":
         """Open the directory; follow links in the path of *root*, which the operator has chosen."""
-        with _opened(self._root, _PASS) as root, root.child(self.prefix, flags) as prefix:
+        with _opened(self._root) as root, root.child(self.prefix) as prefix:
             self._seen.add(self.prefix)
             yield prefix
 
     @_in_thread
     def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
         # Create missing directories, and flush them and the file to the disk.
-        flags = os.O_CREAT | os.O_WRONLY | _NO_LINK | _BINARY | _NO_WAIT
-        flags |= 0 if replace else os.O_EXCL
         if self.prefix not in self._seen:
             with _opened(self._root) as root, root.made(self.prefix):
                 root.sync()  # another process may have created it just now
@@ -121,8 +117,8 @@ class BlobDirectory(BlobStore):
             if replace:  # a new file has a new time, on every file system
                 _unlink(parent, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
-            descriptor = os.open(parent.at(name), flags, 0o600, dir_fd=parent.descriptor)
-            with open(descriptor, "wb", buffering=0) as file:
+            mode: Literal["wb", "xb"] = "wb" if replace else "xb"
+            with open(parent.at(name), mode, buffering=0, opener=parent.opener) as file:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
@@ -133,9 +129,9 @@ class BlobDirectory(BlobStore):
     def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         try:
             with (
-                self._folder(_PASS) as prefix,
-                prefix.child(name, _PASS) as blob,
-                open(blob.at(str(number)), "rb", opener=blob.open_to_read) as file,
+                self._folder() as prefix,
+                prefix.child(name) as blob,
+                open(blob.at(str(number)), "rb", opener=blob.opener) as file,
             ):
                 status = os.fstat(file.fileno())
                 if stat.S_ISREG(status.st_mode):
@@ -209,9 +205,9 @@ class _Folder:
         """Return *name* for a function of `os` that also gets `dir_fd=descriptor`."""
         return str(self._path / name) if self.descriptor is None else name
 
-    def child(self, name: str, flags: int = os.O_RDONLY) -> "AbstractContextManager[_Folder]":
+    def child(self, name: str) -> "AbstractContextManager[_Folder]":
         """Open the directory *name*; raise an OSError if *name* is a link or a file."""
-        return _opened(self._path / name, flags, self)
+        return _opened(self._path / name, self)
 
     @contextmanager
     def made(self, name: str) -> "Iterator[_Folder]":
@@ -227,9 +223,9 @@ class _Folder:
         with os.scandir(self._path if self.descriptor is None else self.descriptor) as entries:
             return list(entries)
 
-    def open_to_read(self, name: str, _flags: int) -> int:
-        """Open a file; *name* is what `at` returned."""
-        return os.open(name, os.O_RDONLY | _NO_LINK | _BINARY | _NO_WAIT, dir_fd=self.descriptor)
+    def opener(self, name: str, flags: int) -> int:
+        """Open the file that `at` has named, for `open`; raise an OSError if it is a link."""
+        return os.open(name, flags | _NO_LINK | _BINARY | _NO_WAIT, 0o600, dir_fd=self.descriptor)
 
     def sync(self) -> None:
         if self.descriptor is None:
@@ -243,9 +239,7 @@ class _Folder:
 
 
 @contextmanager
-def _opened(
-    path: Path, flags: int = os.O_RDONLY, parent: _Folder | None = None
-) -> Iterator[_Folder]:
+def _opened(path: Path, parent: _Folder | None = None) -> Iterator[_Folder]:
     """Open a directory, and follow links in *path* unless *parent* contains it."""
     if not _HAS_DESCRIPTORS:
         if parent is not None:
@@ -253,9 +247,9 @@ def _opened(
         yield _Folder(path, None)
         return
     if parent is None:
-        descriptor = os.open(path, flags | _DIRECTORY)
+        descriptor = os.open(path, _DIRECTORY)
     else:
-        descriptor = os.open(path.name, flags | _DIRECTORY | _NO_LINK, dir_fd=parent.descriptor)
+        descriptor = os.open(path.name, _DIRECTORY | _NO_LINK, dir_fd=parent.descriptor)
     try:
         yield _Folder(path, descriptor)
     finally:
