@@ -228,7 +228,10 @@ class _Bucket(BlobStore):
     """The blobs in a store of `obstore`."""
 
     def __init__(self, store: "ObjectStore", prefix: str, timeout: float) -> None:
+        import obstore
+
         super().__init__(prefix)
+        self._obstore: Any = obstore
         self._store = store
         # obstore ends a request after *timeout*.  This longer limit ends the request if the threads
         # of obstore do not run.
@@ -238,25 +241,21 @@ class _Bucket(BlobStore):
         return f"{self.prefix}/{folder}/{name}"
 
     async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
-        import obstore
-
         try:
             path = self._path(folder, name)
             await self._call(
-                lambda: obstore.put_async(self._store, path, data, use_multipart=False)
+                lambda: self._obstore.put_async(self._store, path, data, use_multipart=False)
             )
         except FileNotFoundError:
             raise _no_bucket() from None
 
     async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
-        import obstore
-
         path = self._path(name, number)
         whole = (start, stop) == (0, size)
 
         async def call() -> Any:
             options: Any = None if whole else {"range": (start, stop)}
-            answer = await obstore.get_async(self._store, path, options=options)
+            answer = await self._obstore.get_async(self._store, path, options=options)
             # Check the size before reading the content: an attacker may have replaced the object by
             # a very large one.
             check_size(answer.meta["size"], size)
@@ -269,7 +268,7 @@ class _Bucket(BlobStore):
                 # If a range is not within an object, or the object is missing, some stores report
                 # an error that does not name the cause.
                 if not whole:
-                    found = await self._call(lambda: obstore.head_async(self._store, path))
+                    found = await self._call(lambda: self._obstore.head_async(self._store, path))
                     check_size(found["size"], size)
                 raise
         except FileNotFoundError:
@@ -284,16 +283,12 @@ class _Bucket(BlobStore):
         await self._delete_objects([self._path(DELETED, name)])
 
     async def _delete_objects(self, paths: Sequence[str]) -> None:
-        import obstore
-
         with suppress(FileNotFoundError):
-            await self._call(lambda: obstore.delete_async(self._store, paths))
+            await self._call(lambda: self._obstore.delete_async(self._store, paths))
 
     async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
-        import obstore
-
         below = self.prefix if folder is None else f"{self.prefix}/{folder}"
-        stream: Any = obstore.list(self._store, below, chunk_size=1000)
+        stream: Any = self._obstore.list(self._store, below, chunk_size=1000)
 
         while True:
             try:
