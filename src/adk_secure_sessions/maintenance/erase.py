@@ -1,9 +1,8 @@
 """Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import sqlalchemy as sa
@@ -35,6 +34,7 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 
+_COLLECTIONS = "collections"  # in the counts of rows by table: the sessions that are collections
 # How often a transaction looks for further rows of a user.  Usually it finds none the second time.
 _MAX_PASSES = 20
 
@@ -131,17 +131,15 @@ async def erase_user(
     was_migrated = await db.runner.run_on_data(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
-    new_deletion = partial(
-        _Deletion, tag=tag, dry_run=dry_run, row_ids_per_statement=db.limits.ids_per_statement
-    )
+    deletion = _Deletion(tag, dry_run, db.limits.ids_per_statement)
     executors = db.runner.executors
-    deleted: Counter[str] = Counter()
+    keys: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        first = await _commit(db.runner.run_on_keys, partial(new_deletion, of_rows=False))
-        deleted += first.counts
-        new_deletion = partial(new_deletion, of_keys=False, headers=first.headers)
-    then = await _commit(db.runner.run_on_data, new_deletion)
-    deleted += then.counts
+        work = partial(deletion.run, of_rows=False)
+        keys = await run_deletion(db.runner.run_on_keys, work, lambda counts: counts.total())
+    work = partial(deletion.run, of_keys=not executors.has_key_database)
+    rows = await run_deletion(db.runner.run_on_data, work, lambda counts: counts.total())
+    deleted = keys + rows
     obstacle = "nothing was deleted"
     if not dry_run:
         empty_caches()
@@ -151,11 +149,11 @@ async def erase_user(
     return Erasure(
         data_keys=deleted[data_keys.name],
         users=deleted[users.name],
-        sessions=deleted[sessions.name] - len(then.collections),
+        sessions=deleted[sessions.name] - deleted[_COLLECTIONS],
         snapshots=deleted[snapshots.name],
         events=deleted[events.name],
         witnesses=deleted[witnesses.name],
-        collections=len(then.collections),
+        collections=deleted[_COLLECTIONS],
         cleared=not obstacle,
         obstacle=obstacle,
         has_app=has_app,
@@ -166,97 +164,81 @@ async def erase_user(
 # --- deleting ------------------------------------------------------------------------------------
 
 
-async def _commit(
-    change: Callable[[Callable[[sa.Connection], "_Deletion"]], Awaitable["_Deletion"]],
-    new_deletion: "Callable[[sa.Connection], _Deletion]",
-) -> "_Deletion":
-    """Delete in one transaction of *change*, and return the deletion that was committed."""
-
-    def work(connection: sa.Connection) -> _Deletion:
-        deletion = new_deletion(connection)
-        deletion.run()
-        return deletion
-
-    return await run_deletion(change, work, lambda deletion: deletion.counts.total())
-
-
-@dataclass
 class _Deletion:
-    """One attempt to delete the rows of the user with the tag *tag*, in one transaction.
+    """The deletion of all rows of the user with the tag *tag*; a dry run only counts them.
 
-    *of_keys* and *of_rows* say whether the attempt deletes the data keys and the other rows.
-    *headers* are the record headers that name the user's data keys.  These headers identify the
-    user's records even if the user's row was removed or modified.  A dry run only counts the rows.
     *row_ids_per_statement* is the maximum number of row ids in one statement.
     """
 
-    connection: sa.Connection
-    tag: bytes
-    dry_run: bool
-    row_ids_per_statement: int
-    of_keys: bool = True
-    of_rows: bool = True
-    headers: set[bytes] = field(default_factory=set)
-    counts: Counter[str] = field(default_factory=Counter)  # number of rows by table
-    collections: set[int] = field(default_factory=set)  # those of `_sessions` that are collections
-    _users: set[int] = field(default_factory=set)  # row ids
-    _sessions: set[tuple[int, bytes]] = field(default_factory=set)  # row ids and tags
+    def __init__(self, tag: bytes, dry_run: bool, row_ids_per_statement: int) -> None:
+        self._tag = tag
+        self._dry_run = dry_run
+        self._row_ids_per_statement = row_ids_per_statement
+        # The record headers that name the user's data keys.  They identify the user's records even
+        # if the user's row was removed or modified.
+        self._headers: set[bytes] = set()
 
-    def __post_init__(self) -> None:
-        self._dialect = dialect_of(self.connection)
-        self._has_index = has_table(self.connection, indexed)
+    def run(
+        self, connection: sa.Connection, *, of_keys: bool = True, of_rows: bool = True
+    ) -> Counter[str]:
+        """Delete rows in passes until no rows are left, and count them by table.
 
-    def run(self) -> None:
-        """Delete rows in passes until no rows are left; a dry run has one pass.
+        *of_keys* and *of_rows* say whether to delete the data keys and the other rows.
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
         the statement began.  Raise DatabaseError if rows are still there after `_MAX_PASSES`
         passes: a trigger or a rule can undo a deletion without an error.
         """
-        self._dialect.see_what_is_committed(self.connection)
-        if self.dry_run:
+        self._connection, self._dialect = connection, dialect_of(connection)
+        self._of_keys, self._of_rows = of_keys, of_rows
+        self._has_index = has_table(connection, indexed)
+        self._counts: Counter[str] = Counter()
+        self._users: set[int] = set()  # row ids
+        self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags
+        self._dialect.see_what_is_committed(connection)
+        if self._dry_run:
             self._pass()
-            return
-        self._dialect.run_triggers_at_once(self.connection)
-        self._dialect.overwrite_deleted(self.connection)
+            return self._counts
+        self._dialect.run_triggers_at_once(connection)
+        self._dialect.overwrite_deleted(connection)
         for _ in range(_MAX_PASSES):
             self._pass()
             if not self._rows_left():
-                return
+                return self._counts
         raise DatabaseError(
             "the database does not delete the rows of the user: remove triggers and rules of its "
             "tables, and erase the user again"
         )
 
     def _pass(self) -> None:
-        if self.of_keys:
+        if self._of_keys:
             self._require_keyring()
             c = data_keys.c
-            query = sa.select(c.backend_id, c.id).where(c.owner == self.tag)
-            for backend_id, key_id in self.connection.execute(query):
+            query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
+            for backend_id, key_id in self._connection.execute(query):
                 if backend_id in range(256):  # a header has one byte for the backend id
-                    self.headers.add(build_header(backend_id, key_id))
-        if self.of_rows:
+                    self._headers.add(build_header(backend_id, key_id))
+        if self._of_rows:
             self._delete_rows()
-        if self.of_keys:
+        if self._of_keys:
             # This uses only the table of data keys.
-            self._delete(data_keys, data_keys.c.owner == self.tag)
+            self._delete(data_keys, data_keys.c.owner == self._tag)
             self._require_keyring()  # the deletion may have waited for `move_keys`
 
     def _rows_left(self) -> int:
         """Return the number of rows that a pass would delete now."""
         counting = copy(self)  # knows the same sets of users and sessions
-        counting.dry_run, counting.counts = True, Counter()
+        counting._dry_run, counting._counts = True, Counter()
         counting._pass()
-        return counting.counts.total()
+        return counting._counts.total()
 
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
 
         Otherwise, the transaction would find no data key: they are in the other database.
         """
-        if self.connection.scalar(select_count(keyring, keyring.c.id >= 0)) == 0:
+        if self._connection.scalar(select_count(keyring, keyring.c.id >= 0)) == 0:
             raise ConfigurationError(
                 "the keys of this database were moved: open the database with its present key "
                 "database, or without one; nothing was deleted"
@@ -272,16 +254,16 @@ class _Deletion:
         self._users |= self._user_rows()
         locked = self._locked_sessions()
         self._sessions.update(locked)
-        if self.dry_run:
+        if self._dry_run:
             locked = list(self._sessions)  # `_rows_left` also counts rows of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
-        self._delete(witnesses, witnesses.c.tag == self.tag)
-        if not self.dry_run:  # another node may just import the user
-            clusters.claim_missing_user(self.connection, self.tag)
+        self._delete(witnesses, witnesses.c.tag == self._tag)
+        if not self._dry_run:  # another node may just import the user
+            clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
-        for start in range(0, len(locked), self.row_ids_per_statement):
-            ids, tags = zip(*locked[start : start + self.row_ids_per_statement], strict=True)
+        for start in range(0, len(locked), self._row_ids_per_statement):
+            ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
@@ -293,48 +275,48 @@ class _Deletion:
         """Return the row ids of the user: usually one id, of the row with the user's tag.
 
         If an earlier pass has deleted that row, return its id.  If no row had the tag, an attacker
-        may have modified it: return the ids of the rows whose record has one of `headers`.
+        may have modified it: return the ids of the rows whose record has one of `_headers`.
         """
         query = sa.select(users.c.id)
-        scalars = self.connection.scalars
-        row_ids = set(scalars(query.where(users.c.tag == self.tag))) or self._users
-        if not row_ids and self.headers:
-            row_ids = set(scalars(query.where(header_column(users.c.state).in_(self.headers))))
+        scalars = self._connection.scalars
+        row_ids = set(scalars(query.where(users.c.tag == self._tag))) or self._users
+        if not row_ids and self._headers:
+            row_ids = set(scalars(query.where(header_column(users.c.state).in_(self._headers))))
         return row_ids
 
     def _locked_sessions(self) -> list[tuple[int, bytes]]:
         """Lock the user's sessions, unless in a dry run, and return their ids and tags.
 
-        If the user has no row, they are the sessions whose record has one of `headers`.
+        If the user has no row, they are the sessions whose record has one of `_headers`.
         """
         c = sessions.c
         of_user: sa.ColumnElement[bool]
         if self._users:
             of_user = c.user_row.in_(self._users)
-        elif self.headers:
-            of_user = header_column(c.state).in_(self.headers)
+        elif self._headers:
+            of_user = header_column(c.state).in_(self._headers)
         else:
             return []
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(of_user)
-        if not self.dry_run:
+        if not self._dry_run:
             # From the second pass of `run` on, this transaction holds the lock on the user's row.
             # A service may have locked a session, and now wait for the user's row.  To wait for
             # this session would be a deadlock.  NOWAIT fails at once, while PostgreSQL takes a
             # second to detect the deadlock.
-            again = self.counts[users.name] > 0
+            again = self._counts[users.name] > 0
             nowait = again and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
-        rows = self.connection.execute(query).all()
-        self.collections.update(row_id for row_id, _, is_collection in rows if is_collection)
+        rows = self._connection.execute(query).all()
+        self._counts[_COLLECTIONS] += sum(is_collection for _, _, is_collection in rows)
         return [(row_id, tag) for row_id, tag, _ in rows]
 
     def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""
-        if self.dry_run:
+        if self._dry_run:
             query = select_count(table, which)
-            self.counts[table.name] += self.connection.scalar(query) or 0
+            self._counts[table.name] += self._connection.scalar(query) or 0
         else:
-            deleted = self.connection.execute(sa.delete(table).where(which))
-            self.counts[table.name] += deleted.rowcount
+            deleted = self._connection.execute(sa.delete(table).where(which))
+            self._counts[table.name] += deleted.rowcount
