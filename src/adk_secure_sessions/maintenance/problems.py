@@ -133,7 +133,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
     All events of one session are one tuple.
     """
-    for key, query in _ORPHAN_QUERIES:
+    for key, query in _ORPHAN_QUERIES.items():
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
@@ -153,17 +153,11 @@ async def reject_orphans(db: Database) -> None:
         raise TamperedError(detail, Reason.MISSING, table, row)
 
 
-def _orphan_query(
-    key: sa.Column[Any], column: sa.Column[Any], *owners: sa.Column[Any]
-) -> tuple[sa.Column[Any], sa.Select[Any]]:
-    """Return *key*, and the query for the rows whose *column* has the value of none of *owners*."""
-    return _counting(key, *(~sa.select(_ONE).where(column == owner).exists() for owner in owners))
-
-
-def _counting(
-    key: sa.Column[Any], *where: sa.ColumnElement[bool]
-) -> tuple[sa.Column[Any], sa.Select[Any]]:
-    return key, sa.select(key, sa.func.count()).where(*where).group_by(key)
+def _refers_to_none(
+    column: sa.Column[Any], *owners: sa.Column[Any]
+) -> list[sa.ColumnElement[bool]]:
+    """Return the SQL conditions that the value of *column* is in none of the columns *owners*."""
+    return [~sa.select(_ONE).where(column == owner).exists() for owner in owners]
 
 
 def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnElement[bool]]:
@@ -185,13 +179,16 @@ def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnEleme
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
 
 
-# For each column that refers to another row, the primary key of its table, and the query for the
-# rows that refer to none.
-_ORPHAN_QUERIES = (
-    _orphan_query(users.c.id, users.c.app_row, apps.c.id),
-    _orphan_query(sessions.c.id, sessions.c.user_row, users.c.id),
-    _orphan_query(snapshots.c.session_row, snapshots.c.session_row, sessions.c.id),
-    _orphan_query(events.c.session_row, events.c.session_row, sessions.c.id),
-    _orphan_query(witnesses.c.tag, witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
-    _counting(indexed.c.row_id, *index_orphan_conditions()),
-)
+# The conditions for orphaned rows, by the primary key of the table.
+_ORPHAN_CONDITIONS = {
+    users.c.id: _refers_to_none(users.c.app_row, apps.c.id),
+    sessions.c.id: _refers_to_none(sessions.c.user_row, users.c.id),
+    snapshots.c.session_row: _refers_to_none(snapshots.c.session_row, sessions.c.id),
+    events.c.session_row: _refers_to_none(events.c.session_row, sessions.c.id),
+    witnesses.c.tag: _refers_to_none(witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
+    indexed.c.row_id: index_orphan_conditions(),
+}
+_ORPHAN_QUERIES = {
+    key: sa.select(key, sa.func.count()).where(*where).group_by(key)
+    for key, where in _ORPHAN_CONDITIONS.items()
+}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, UnknownKeyError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, UnknownKeyError
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     build_header,
@@ -381,9 +381,8 @@ class DataRotationRun(RotationRun):
         A service with another backend may create such a key.  The next pass re-encrypts the record.
         Return False if the key cannot be unwrapped: an attacker may have inserted its row.
         """
-        facts = getattr(error, "reason", None), getattr(error, "table", None)
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
-        if facts != (Reason.UNKNOWN_KEY, record.column.name):
+        if not isinstance(error, UnknownKeyError) or error.table != record.column.name:
             return False
         keys = await self._db.runner.load_data_keys(owner_tag)
         try:

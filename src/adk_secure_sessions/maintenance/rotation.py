@@ -159,10 +159,8 @@ class RotationRun(ABC):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:
-        if not replaces:
-            return meta.swap(connection, self._checkpoint, None, value)
-        meta.put(connection, self._checkpoint, value)
-        return True
+        old = meta.read(connection, self._checkpoint, lock=True) if replaces else None
+        return meta.swap(connection, self._checkpoint, old, value)
 
     def _remove_checkpoint(self, connection: sa.Connection) -> None:
         self._require_own(meta.read(connection, self._checkpoint, lock=True))

@@ -1,6 +1,6 @@
 """Fill the search index of state keys for sessions that are stored already, or delete it."""
 
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,18 +97,36 @@ async def fill_index(
     tags = await db.search_index.declare(app_name, keys)
     of_users = any(key.startswith(USER_PREFIX) for key in keys)
     total = await count_rows(db, sessions, *([users] if of_users else []))
-    run = _Filler(db, app_name, tags, Meter(progress, total, rows_per_second))
+    meter = Meter(progress, total, rows_per_second)
+    problems, result = Problems(), IndexChange()
+
+    async def correct(table: sa.Table, row: Any) -> None:
+        try:
+            identity = await _identity(db, app_name, table, row)
+            if identity is not None:
+                operation = CorrectIndexed(identity, tags, of_user=table is users)
+                # Other tasks add to the counters meanwhile, so read them after the await.
+                written = await db.runner.run(operation, conflicts=_MAX_CONFLICTS)
+                result.written += written
+                result.users += table is users
+                result.sessions += table is sessions
+        except ROW_ERRORS as error:
+            problems.add_error(error, table.name, row.id)
+            result.bad += 1
+        await meter.advance()
+
     if of_users:
-        await run.fill(users, scan_owners(db, users))
-    await run.fill(sessions, scan_sessions(db))
-    result = run.result
+        async for owners in scan_owners(db, users):
+            await in_groups(_AT_ONCE, partial(correct, users), owners)
+    async for page in scan_sessions(db):
+        await in_groups(_AT_ONCE, partial(correct, sessions), page)
     app_tag = (await db.runner.identify(app_name)).app_tag
     result.removed = await _delete(db, tags, *index_orphan_conditions(app_tag))
-    result.problems = tuple(run.problems.items)
-    result.complete = skip_unreadable or not run.problems.count
+    result.problems = tuple(problems.items)
+    result.complete = skip_unreadable or not problems.count
     if result.complete:
         await db.search_index.complete(tags)
-    run.meter.finish()
+    meter.finish()
     return result
 
 
@@ -140,50 +158,16 @@ def _check(keys: object) -> None:
         check_key(key)
 
 
-class _Filler:
-    """Corrects the rows of the search index of one app, and counts what it has done."""
-
-    def __init__(self, db: Database, app_name: str, tags: Collection[bytes], meter: Meter) -> None:
-        self.meter = meter
-        self.problems = Problems()
-        self.result = IndexChange()
-        self._db = db
-        self._app_name = app_name
-        self._tags = tags
-
-    async def fill(self, table: sa.Table, pages: AsyncIterator[list[Any]]) -> None:
-        """Correct the index rows of the app's users or sessions; *pages* have the rows of *table*.
-
-        Report the rows that cannot be decrypted.
-        """
-        async for rows in pages:
-            await in_groups(_AT_ONCE, partial(self._fill_row, table), rows)
-
-    async def _fill_row(self, table: sa.Table, row: Any) -> None:
-        try:
-            identity = await self._identity(table, row)
-            if identity is not None:
-                operation = CorrectIndexed(identity, self._tags, of_user=table is users)
-                # Other tasks add to the counters meanwhile, so read them after the await.
-                written = await self._db.runner.run(operation, conflicts=_MAX_CONFLICTS)
-                self.result.written += written
-                self.result.users += table is users
-                self.result.sessions += table is sessions
-        except ROW_ERRORS as error:
-            self.problems.add_error(error, table.name, row.id)
-            self.result.bad += 1
-        await self.meter.advance()
-
-    async def _identity(self, table: sa.Table, row: Any) -> Identity | None:
-        """Return the identity of a user or session of the app; None for others and collections."""
-        if table is sessions:
-            ids = row.require_ids()
-            is_wanted = ids.app_name == self._app_name and not row.row.is_collection
-            return await self._db.runner.identify(*ids) if is_wanted else None
-        decrypted = await read_owner(self._db, users, row)
-        if decrypted is None or decrypted[0] != self._app_name:
-            return None  # the user is one of another app, or was deleted
-        return await self._db.runner.identify(self._app_name, decrypted[1].user_id)
+async def _identity(db: Database, app_name: str, table: sa.Table, row: Any) -> Identity | None:
+    """Return the identity of a user or session of the app; None for others and collections."""
+    if table is sessions:
+        ids = row.require_ids()
+        is_wanted = ids.app_name == app_name and not row.row.is_collection
+        return await db.runner.identify(*ids) if is_wanted else None
+    decrypted = await read_owner(db, users, row)
+    if decrypted is None or decrypted[0] != app_name:
+        return None  # the user is one of another app, or was deleted
+    return await db.runner.identify(app_name, decrypted[1].user_id)
 
 
 async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
