@@ -5,7 +5,6 @@ source.  So the target itself tells what was copied, and a later run continues t
 """
 
 import codecs
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -116,7 +115,6 @@ async def migrate_artifacts(
         DatabaseError: The target raised an error.
         ArtifactStoreError: The store or the source failed.
     """
-    began = time.monotonic()
     if action == "erase-source" and not source.can_delete:
         raise ConfigurationError(
             "the artifacts of a service are not erased here, because versions that were saved "
@@ -152,7 +150,7 @@ async def migrate_artifacts(
             else:
                 result.changed += 1
         await source.clean_up()
-    return run.findings.write_to(result, began)
+    return run.findings.write_to(result)
 
 
 @dataclass(eq=False, repr=False)

@@ -165,6 +165,14 @@ class Database(HoldsSecrets, ClosedByWith):
         self.require_files()
         return await retried(lambda: survey_existing(self.runner.executors))
 
+    async def survey_each(self) -> tuple[Survey, Survey]:
+        """Survey the data database and the key database, which may be the same, without checks."""
+        data, keys = self.runner.executors
+        survey = await retried(lambda: survey_database(data))
+        if not self.runner.executors.has_key_database:
+            return survey, survey
+        return survey, await retried(lambda: survey_database(keys, is_key_database=True))
+
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm a command; this needs no root key."""
         self.require_files(of_keys=False)

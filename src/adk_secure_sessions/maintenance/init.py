@@ -10,7 +10,6 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage.opening import open_database, open_for_service
 from adk_secure_sessions.storage.schema import metadata
-from adk_secure_sessions.storage.survey import Survey, survey_database
 
 
 @dataclass
@@ -36,25 +35,18 @@ async def init(db: Database) -> Initialization:
     """
     backends = db.runner.backends
     opening = partial(open_database, db.runner.executors, backends, True)
-    before = await _surveys(db)
+    data_before, before = await db.survey_each()
     await retried(opening)
-    after = await _surveys(db)
-    made = [old.missing_tables - new.missing_tables for old, new in zip(before, after, strict=True)]
+    data_after, after = await db.survey_each()
+    made = [before.missing_tables - after.missing_tables]
+    if db.runner.executors.has_key_database:
+        made.append(data_before.missing_tables - data_after.missing_tables)
     names = [
         table.name for tables in made for table in metadata.sorted_tables if table.name in tables
     ]
-    known = {row.id for row in before[0].keyring}
-    master_ids = [row.id for row in after[0].keyring if row.id not in known]
+    known = {row.id for row in before.keyring}
+    master_ids = [row.id for row in after.keyring if row.id not in known]
     return Initialization(tuple(names), tuple(master_ids))
-
-
-async def _surveys(db: Database) -> list[Survey]:
-    """Return the surveys of the key database, if there is one, and of the database of the data."""
-    data, keys = db.runner.executors
-    surveys = [await retried(lambda: survey_database(data))]
-    if db.runner.executors.has_key_database:
-        surveys.insert(0, await retried(lambda: survey_database(keys, is_key_database=True)))
-    return surveys
 
 
 class Check(NamedTuple):

@@ -178,8 +178,7 @@ class _Move:
 
     async def _survey_and_check(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
-        data = await retried(lambda: survey_database(self._data.executor))
-        keys = await retried(lambda: survey_database(self._keys.executor, is_key_database=True))
+        data, keys = await self._db.survey_each()
         await retried(lambda: self._keys.executor.run_sync(_reject_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
         now = await retried(lambda: survey_database(self._data.executor))

@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command, running_command
 from adk_secure_sessions.concurrency import at_once
-from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA,
@@ -41,12 +40,7 @@ from adk_secure_sessions.storage.feature_list import (
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
-from adk_secure_sessions.storage.survey import (
-    FeatureName,
-    TableSet,
-    require_usable,
-    survey_database,
-)
+from adk_secure_sessions.storage.survey import FeatureName, TableSet, require_usable
 
 _CHANGED = (
     "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "
@@ -189,10 +183,7 @@ async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
     if not db.runner.executors.has_key_database:
         return
-    data = await retried(lambda: survey_database(db.runner.executors.data))
-    survey = await retried(
-        lambda: survey_database(db.runner.executors.key_tables, is_key_database=True)
-    )
+    data, survey = await db.survey_each()
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return

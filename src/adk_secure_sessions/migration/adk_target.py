@@ -269,9 +269,13 @@ class AdkTarget(ClosedByWith):
     async def _attempt(self, work: Callable[[sa.Connection], None]) -> str | None:
         """Run *work* in a transaction; return why the database rejects its rows, or None."""
 
+        def strictly(connection: sa.Connection) -> None:
+            dialect_of(connection).reject_long_values(connection)
+            work(connection)
+
         async def attempt() -> str | None:
             try:
-                await self._run_strictly(work, commit=True)
+                await self._executor.run_sync(strictly, commit=True)
             except UniqueViolation:
                 return "the target already has it, or an id that its collation takes for the same"
             except DatabaseError as error:
@@ -283,14 +287,8 @@ class AdkTarget(ClosedByWith):
         return await retried(attempt, writes=True)
 
     async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        return await retried(lambda: self._run_strictly(work, commit=commit), writes=commit)
-
-    async def _run_strictly(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        def strictly(connection: sa.Connection) -> T:
-            dialect_of(connection).reject_long_values(connection)
-            return work(connection)
-
-        return await self._executor.run_sync(strictly, commit=commit)
+        run = partial(self._executor.run_sync, work, commit=commit)
+        return await retried(run, writes=commit)
 
 
 def create_private_file(path: Path) -> None:

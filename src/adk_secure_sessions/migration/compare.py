@@ -1,6 +1,5 @@
 """Compare every session and state of a source with its copy in an encrypted database."""
 
-import time
 from dataclasses import dataclass
 
 from adk_secure_sessions.audit import command
@@ -123,7 +122,6 @@ class ComparisonRun:
 
     async def run(self, progress: Progress | None, *, stores_mark: bool = True) -> Comparison:
         """Compare everything; if *stores_mark* is True, store or remove the mark."""
-        began = time.monotonic()
         db, result = self._db, self._result
         self.scan = SourceScan(self._source, db, (await db.keyring()).index_master, self._selection)
         self._meter = Meter(progress, await self._source.count(self._selection), None)
@@ -153,7 +151,7 @@ class ComparisonRun:
             await db.imports.complete_migration()
         if stores_mark and not result.clean:
             result.withdrawn = await db.imports.withdraw_migration()
-        return self._findings.write_to(result, began)
+        return self._findings.write_to(result)
 
     async def _compare(self, item: SessionItem) -> None:
         reason = await self._reason(item)

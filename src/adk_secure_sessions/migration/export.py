@@ -3,7 +3,6 @@
 Everything that is written is plaintext.
 """
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +135,6 @@ class _ExportRun:
         self, write: Callable[[], Awaitable[None]], progress: Progress | None, *, passes: int = 1
     ) -> Export:
         """Call *write*, which reads all sessions *passes* times."""
-        began = time.monotonic()
         # Notice a wrong key before anything is written.
         self._index_master = (await self.db.keyring()).index_master
         number = await self._source.count(self._selection)
@@ -148,7 +146,7 @@ class _ExportRun:
         except StopAtBad:
             self.result.stopped = True
         self._meter.finish()
-        return self._findings.write_to(self.result, began)
+        return self._findings.write_to(self.result)
 
     async def readable_sessions(
         self, *, reports: bool = True

@@ -45,15 +45,20 @@ class Finding(NamedTuple):
 
 
 class Findings(CappedList[Finding]):
-    """Counts the findings of a run, and keeps the first 1000; *with_ids* keeps readable ids."""
+    """Counts the findings of a run that begins now, and keeps the first 1000.
+
+    With *with_ids*, they contain readable ids.
+    """
 
     def __init__(self, *, with_ids: bool) -> None:
         super().__init__()
         self._with_ids = with_ids
+        self._began = time.monotonic()
 
-    def write_to(self, result: T, began: float) -> T:
+    def write_to(self, result: T) -> T:
         """Set the fields `findings` and `seconds` of *result*, and return it."""
-        vars(result).update(findings=tuple(self.items), seconds=time.monotonic() - began)
+        seconds = time.monotonic() - self._began
+        vars(result).update(findings=tuple(self.items), seconds=seconds)
         return result
 
     def add(self, tag: bytes, reason: str, *ids: str | None) -> None:

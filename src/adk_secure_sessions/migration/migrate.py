@@ -1,6 +1,5 @@
 """Copy sessions and states from a source into an encrypted database."""
 
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -141,7 +140,7 @@ async def migrate(
             "--delete-gone (delete_gone) cannot be combined with --since (since), or with a "
             "ServiceSource without app_name: sessions that were not read are not gone"
         )
-    lifetime, began = lifetime_of(expires_after), time.monotonic()
+    lifetime, findings = lifetime_of(expires_after), Findings(with_ids=show_ids)
     number = await source.count(selection)
     if not dry_run:
         await init(db)
@@ -156,7 +155,7 @@ async def migrate(
         result,
         SourceScan(source, db, index_master, selection, _READ_STATUSES),
         db,
-        Findings(with_ids=show_ids),
+        findings,
         Meter(progress, number),
         Meter(rate=events_per_second),
         writes=not dry_run,
@@ -172,7 +171,7 @@ async def migrate(
         result.stopped = True
     run.meter.finish()
     result.has_others = await source.has_others()
-    return run.findings.write_to(result, began)
+    return findings.write_to(result)
 
 
 @dataclass
