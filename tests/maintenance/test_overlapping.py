@@ -1,5 +1,6 @@
 """Rotations, retirements and services that overlap: no record is left under a deleted key."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,10 @@ from adk_secure_sessions.maintenance import (
     status,
 )
 from adk_secure_sessions.maintenance.database import StatementLimits
+from adk_secure_sessions.storage.schema import data_keys
 from tests.faults import Faults, Point, with_faults
 from tests.maintenance.support import APP, OLD, Killed, assert_whole, event, fill, interrupt, query
-from tests.servers import Server
+from tests.servers import DRIVERS, PostgreSQL, Server
 
 AES, FERNET = AesGcmBackend(OLD), FernetBackend(OLD)
 
@@ -214,3 +216,26 @@ async def test_rotation_makes_no_key_for_a_user_who_is_erased_meanwhile(
     await assert_whole(url, AES)
     async with EncryptedSessionService(url, AES) as service:
         await service.create_session(app_name=APP, user_id="ada")
+
+
+async def test_services_store_keys_while_retire_waits_for_a_transaction_of_postgresql(
+    postgresql: PostgreSQL,
+) -> None:
+    with postgresql.database() as place:
+        url = place.set(drivername=DRIVERS["postgresql"]).render_as_string(hide_password=False)
+        await fill(url, users=["ada"], sessions=1)
+        engine = sa.create_engine(place)
+        async with Database(url, AES) as db:
+            await rotate_master(db)
+            with engine.begin() as connection:
+                connection.execute(sa.delete(data_keys).where(data_keys.c.id == -1))
+                retiring = asyncio.ensure_future(retire(db))
+                locks = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+                while not query(place, locks)[0][0]:
+                    await asyncio.sleep(0.01)
+                storing = asyncio.ensure_future(fill(url, users=["bob"], sessions=1))
+                stored, _ = await asyncio.wait([storing], timeout=30)
+            await storing
+            assert stored, "the new key had to wait for the end of the transaction"
+            assert len((await retiring).master_ids) == 1
+        engine.dispose()

@@ -18,6 +18,9 @@ _sqlite = sqlite.dialect(paramstyle="named")
 
 _ADVISORY_LOCK = int.from_bytes(b"AKS init")
 _LOCK_TIMEOUT = 60  # seconds
+# Seconds for which a transaction waits for the lock of a whole table.  Statements of services may
+# queue behind the waiting statement, and then wait as long.
+LOCK_WAIT = 5
 # SQLSTATEs of a database that has no advisory locks: the function does not exist, this account may
 # not call it, or it is not implemented.
 _NO_ADVISORY_LOCKS = ("42883", "42501", "0A000")
@@ -101,12 +104,11 @@ class Dialect:
         """
         return nullcontext()
 
-    def lock_tables(
-        self, connection: sa.Connection, *tables: sa.Table, timeout: int | None = None
-    ) -> None:
+    def lock_tables(self, connection: sa.Connection, *tables: sa.Table) -> None:
         """On PostgreSQL, wait for the transactions that write to *tables*, and let no other begin.
 
-        There, a query does not see what an open transaction will commit.  *timeout* is in seconds.
+        There, a query does not see what an open transaction will commit.  After `LOCK_WAIT`, the
+        waiting transaction fails with a conflict, and its caller repeats it.
         """
 
     def locks_per_node(self, connection: sa.Connection) -> bool:
@@ -233,11 +235,8 @@ class _PostgreSql(Dialect):
                 raise
         yield
 
-    def lock_tables(
-        self, connection: sa.Connection, *tables: sa.Table, timeout: int | None = None
-    ) -> None:
-        if timeout is not None:
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{timeout}s'").close()
+    def lock_tables(self, connection: sa.Connection, *tables: sa.Table) -> None:
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT}s'").close()
         names = ", ".join(table.name for table in tables)
         connection.exec_driver_sql(f"LOCK TABLE {names} IN SHARE ROW EXCLUSIVE MODE").close()
 

@@ -233,7 +233,7 @@ class Retries:
         self._conflicts += 1
         if self._conflicts == self._max_conflicts:
             raise SecureSessionError(
-                "other transactions changed the same rows during each of "
+                "other transactions changed or locked the same rows during each of "
                 f"{self._max_conflicts} attempts: try again",
                 retryable=True,
             ) from None

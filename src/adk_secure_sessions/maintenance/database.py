@@ -11,7 +11,7 @@ from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
-from adk_secure_sessions.db.dialects import dialect_of, has_table
+from adk_secure_sessions.db.dialects import LOCK_WAIT, dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, retried
 from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
@@ -48,9 +48,7 @@ class StatementLimits(NamedTuple):
     rows: int = 100  # rows of apps, users or sessions, with their states
     # Rows of which only primary keys and record headers are read, or listed ids.
     ids_per_statement: int = 500
-    # Seconds to wait for a lock.  Statements of services may queue behind the waiting statement,
-    # and then wait as long.
-    lock_wait: int = 5
+    lock_wait: int = LOCK_WAIT  # seconds to wait for the lock of a table that is rewritten
 
 
 class Description(NamedTuple):

@@ -290,7 +290,7 @@ class _Move:
         dialect = dialect_of(connection)
         dialect.see_what_is_committed(connection)
         dialect.overwrite_deleted(connection)
-        dialect.lock_tables(connection, data_keys, keyring, timeout=self._db.limits.lock_wait)
+        dialect.lock_tables(connection, data_keys, keyring)
         clusters.claim(connection, *clusters.KEYRING_CLAIMS)
         connection.execute(sa.select(keyring.c.id).with_for_update()).all()
 

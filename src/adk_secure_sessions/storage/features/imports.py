@@ -66,9 +66,6 @@ _EVENTS_AT_ONCE = 5000
 _BYTES_AT_ONCE = 4 * 1024 * 1024
 _LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
 _NO_SOURCE = bytes(TAG_LENGTH)
-# On PostgreSQL, storing the tombstone of a user waits for running imports.  After this number of
-# seconds, it fails, and the caller repeats it.
-_LOCK_WAIT = 5
 
 
 class ImportStatus(Enum):
@@ -463,9 +460,7 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
     waits for it when it deletes this version witness.  On a cluster, the erasure also writes a
     version witness that does not exist, so that it conflicts with an import on another node.
     """
-    # If this waits longer than `_LOCK_WAIT`, it fails, and the later imports run.  The caller then
-    # repeats the transaction.
-    dialect_of(connection).lock_tables(connection, migrated, timeout=_LOCK_WAIT)
+    dialect_of(connection).lock_tables(connection, migrated)
     has_tag = migrated.c.tag == tombstone.tag
     if connection.scalar(sa.select(sa.func.count()).select_from(migrated).where(has_tag)):
         # A tombstone forbids all imports of the user, so it may replace any row, even one that was
