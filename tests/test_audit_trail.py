@@ -61,6 +61,7 @@ from adk_secure_sessions.maintenance import (
     verify,
     verify_audit,
 )
+from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.migration import (
     AdkTables,
     EncryptedSource,
@@ -753,6 +754,31 @@ async def test_purge_deletes_old_chains_whole_and_names_them(
     assert old not in {one["chain"] for one in await trail(url)}
     assert new in {one["chain"] for one in await trail(url)}
     assert await problems(url, heads()) == []
+
+
+@pytest.mark.parametrize("query", ["max(secure_audit.time)", "length(secure_audit.record)"])
+async def test_chain_that_is_purged_while_it_is_verified_is_not_missing(
+    url: sa.URL, at: Callable[[int], Any], heads: Callable[[], list[str]], query: str
+) -> None:
+    """After the list of chains was read, or the first page of its records."""
+    with at(100):
+        async with service_of(url) as service:
+            await service.create_session(**IDS)
+
+    async def purge() -> None:
+        async with Database(url, BACKEND) as another:
+            assert (await purge_audit(another, timedelta(days=90))).chains == 1
+
+    def is_read(step: Any, rows: Any) -> bool:
+        return query in str(step.query)
+
+    db, faults = with_faults(lambda: Database(url, BACKEND))
+    async with db:
+        db.limits = StatementLimits(rows=2)
+        plan = faults.data.after(Point.READ, purge, when=is_read)
+        done = await verify_audit(db, {"log": heads()})
+        assert plan.happened
+        assert (done.problems, done.purged) == ((), 1)
 
 
 async def test_purge_keeps_chains_that_name_purged_chains(

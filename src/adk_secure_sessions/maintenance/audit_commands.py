@@ -1,7 +1,7 @@
 """Check, export and purge the audit trail: the audit records in the table `secure_audit`."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import MappingProxyType
@@ -140,8 +140,15 @@ async def verify_audit(
         result.chains += trail.problems.count == bad
         if end is not None:
             logged.compare(chain, end)
+    if any(logged.missing(trail.purged_heads)):
+        # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
+        again = await _open_trail(db, None, rows_per_second)
+        async for chain, _ in again.chains():
+            await again.check(chain)
+        trail.purged_heads |= again.purged_heads
     await trail.check_purged()
-    logged.find_missing(trail.purged_heads)
+    for row, detail in logged.missing(trail.purged_heads):
+        trail.add_bad(row, Reason.MISSING, detail)
     trail.meter.finish()
     result.records, result.purged = trail.records, len(trail.purged_heads)
     return trail.problems.write_to(result)
@@ -377,6 +384,7 @@ class _Heads:
         self.number = 0
         self._add_bad = trail.add_bad
         self.links: dict[bytes, dict[int, bytes]] = {}
+        self._lengths: dict[bytes, int] = {}
         for name, lines in logs.items():
             before = self.number
             for line in lines:
@@ -394,20 +402,23 @@ class _Heads:
             self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
     def compare(self, chain: bytes, end: _LastRecord) -> None:
-        """Report a chain that ends before its last logged record, and forget its heads."""
-        last = max(self.links.pop(chain, {}), default=-1)
-        if last > end.number:
-            detail = f"the records {end.number + 1} to {last} at the end of the chain were removed"
-            self._add_bad(f"{chain.hex()}, {end.number + 1}", Reason.MISSING, detail)
+        """Forget the heads of a chain, unless it ends before its last logged record."""
+        if max(self.links.get(chain, {}), default=-1) <= end.number:
+            self.links.pop(chain, None)
+        else:
+            self._lengths[chain] = end.number + 1
 
-    def find_missing(self, purged: dict[bytes, _LastRecord]) -> None:
-        """Report each logged chain that is neither stored nor listed in *purged*."""
+    def missing(self, purged: dict[bytes, _LastRecord]) -> Iterator[tuple[str, str]]:
+        """Yield each logged chain that is not whole and not listed in *purged*, and a detail."""
         for chain, links in self.links.items():
-            last = max(links)
-            end = purged.get(chain)
-            if end is None or end.number < last or links.get(end.number, end.link) != end.link:
-                detail = f"the chain, which had {last + 1} records or more, was removed"
-                self._add_bad(chain.hex(), Reason.MISSING, detail)
+            last, end, length = max(links), purged.get(chain), self._lengths.get(chain)
+            if end and end.number >= last and links.get(end.number, end.link) == end.link:
+                continue
+            if length is None:
+                yield chain.hex(), f"the chain, which had {last + 1} records or more, was removed"
+            else:
+                detail = f"the records {length} to {last} at the end of the chain were removed"
+                yield f"{chain.hex()}, {length}", detail
 
 
 def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
