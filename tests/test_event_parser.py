@@ -69,6 +69,15 @@ def test_most_samples_are_parsed_without_the_public_call(public_calls: list[byte
     assert len(public_calls) < len(CORPUS) / 4  # the samples are fond of nulls
 
 
+def test_text_with_the_word_null_is_parsed_without_the_public_call(
+    public_calls: list[bytes],
+) -> None:
+    parser = EventParser()
+    del public_calls[:]
+    parser(PLAIN[:-1] + b',"error_message":"null: is it a null, or not null?"}')
+    assert not public_calls
+
+
 def random_json(random: Random, depth: int = 3) -> Any:
     kind = random.randrange(7 if depth else 5)
     if kind < 5:
@@ -163,7 +172,7 @@ def test_random_events_are_parsed_or_rejected_as_by_the_public_call() -> None:
         {"route": "r"},
         {"node_path": "n"},
         {"nodePath": "n"},
-        {"content": {"parts": [{"text": "null"}]}},
+        {"content": {"parts": [{"text": "[null]"}]}},
     ],
     ids=str,
 )

@@ -53,6 +53,7 @@ _SILENCED: Final = (
     0,
 )
 
+_NULL: Final = re.compile(rb"[:,\[]\s*null")  # not the word in a text
 # Hooks that return JSON values unchanged, by module and name.  Other hooks stay in the schema.
 _IDLE_HOOKS = {
     ("google.genai._common", "BaseModel._check_field_type_mismatches"),
@@ -81,12 +82,17 @@ class EventParser:
     def __call__(self, data: bytes) -> Event:
         # The public call drops some null fields of a `Part`, and the faster parser keeps them.  So
         # the public call parses all JSON that may contain null.
-        if self._fast is not None and b"null" not in data:
+        if self._fast is not None and not may_contain_null(data):
             try:
                 return self._fast(data)
             except ValueError:  # the public call accepts the JSON, or raises its own error
                 pass
         return validated(Event, data)
+
+
+def may_contain_null(data: bytes) -> bool:
+    """Return whether the JSON *data* contains the value null, or a text that looks like it."""
+    return b"null" in data and _NULL.search(data) is not None
 
 
 def validated(model: type[M], values: Any) -> M:

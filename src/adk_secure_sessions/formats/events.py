@@ -13,7 +13,12 @@ from pydantic_core import SchemaSerializer, to_json, to_jsonable_python
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.event_parser import EventParser, event_serializer, validated
+from adk_secure_sessions.formats.event_parser import (
+    EventParser,
+    event_serializer,
+    may_contain_null,
+    validated,
+)
 from adk_secure_sessions.formats.json_text import JsonObject
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -75,7 +80,7 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
                 # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
                 # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and
                 # raises for a lone surrogate.
-                if b"null" in data or (b"\xef" in data and b"\xef\xbf\xbd" in data):
+                if may_contain_null(data) or (b"\xef" in data and b"\xef\xbf\xbd" in data):
                     fields = serializer.to_python(event, exclude_none=True, warnings="error")
                     data = to_json(fields, inf_nan_mode="constants", bytes_mode="base64")
                 return _PREFIX + data

@@ -325,22 +325,19 @@ def open_with_flags(
     `keep_packed`, or, for wrapped keys and version witnesses, which are never packed,
     `reject_flags`.
     """
-    packed = None
     try:
         plaintext = cipher.decrypt(record[HEADER_LENGTH:], record[:HEADER_LENGTH] + context)
-        if isinstance(plaintext, bytes):
-            if plaintext.startswith(FLAGS):
-                return plaintext
-            packed = plaintext
     except DecryptionError:
         raise
     except Exception:  # a third party's cipher may put secrets into its exceptions
-        pass
-    if packed:
-        return if_packed(packed)
-    if packed is not None:
+        plaintext = None
+    if not isinstance(plaintext, bytes):
+        raise TamperedError("the backend could not decrypt it")
+    if plaintext.startswith(FLAGS):
+        return plaintext
+    if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
-    raise TamperedError("the backend could not decrypt it")
+    return if_packed(plaintext)
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

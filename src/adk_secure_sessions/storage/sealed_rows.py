@@ -287,7 +287,7 @@ def open_events(
                 header = record[:HEADER_LENGTH]
             context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, key.cipher)
-            if previous is not None and not plaintext.startswith(previous, EVENT_PREVIOUS.start):
+            if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history()
             previous = plaintext[EVENT_LINK]
             plaintexts.append(plaintext[EVENT_REST])
