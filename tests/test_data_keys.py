@@ -65,7 +65,7 @@ def read_and_chosen(
 ) -> TransactionKeys:
     """The keys of *rows*, where the row of `ADA` has the ids *named*."""
     staged = read(database_keys, rows)
-    staged.set_candidate_ids(ADA, named)
+    staged.choose_current(ADA, named)
     return staged
 
 
@@ -97,7 +97,7 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: DatabaseKeys) 
     staged = read(keys, [row])
     assert current_id(staged) is None
     assert not staged.current_is_as_new_as(ADA)
-    staged.set_candidate_ids(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     assert current_id(staged) == row.id
     assert parse_header(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
 
@@ -143,7 +143,7 @@ def test_cached_key_that_the_row_no_longer_names_encrypts_nothing(keys: Database
     first.publish()
     later = TransactionKeys(keys)
     assert current_id(later) == rows[1].id
-    later.set_candidate_ids(ADA, [rows[0].id])
+    later.choose_current(ADA, [rows[0].id])
     assert current_id(later) == rows[0].id
 
 
@@ -153,10 +153,10 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     first = read_and_chosen(keys, [row], (row.id,))
     first.publish()
     later = TransactionKeys(keys)
-    later.set_candidate_ids(ADA, (row.id,))
+    later.choose_current(ADA, (row.id,))
     assert current_id(later) == row.id
     keys.keyring = keyring(ANOTHER_MASTER)
-    later.set_candidate_ids(ADA, (row.id,))
+    later.choose_current(ADA, (row.id,))
     assert current_id(later) is None
 
 
@@ -164,9 +164,9 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: Data
     """With a key database the key is stored first, the row that names it afterwards."""
     rows = made(keys, 3)
     staged = read(keys, rows, created=[rows[1].id])
-    staged.set_candidate_ids(ADA, [])
+    staged.choose_current(ADA, [])
     assert current_id(staged) == rows[1].id
-    staged.set_candidate_ids(ADA, [rows[0].id])  # another process was first
+    staged.choose_current(ADA, [rows[0].id])  # another process was first
     assert current_id(staged) == rows[0].id
 
 
@@ -187,7 +187,7 @@ def test_row_keeps_naming_the_keys_of_other_backends(keys: DatabaseKeys, is_list
     theirs = of_another_backend(keys, ours)
     alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, 1, 100)
     staged = read(keys if is_listed else alone, [ours, theirs])
-    staged.set_candidate_ids(ADA, [theirs.id, ours.id])
+    staged.choose_current(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)
     assert staged.ids_to_store(ADA, [ours.id]) == (ours.id,)
 
@@ -199,7 +199,7 @@ def test_row_keeps_naming_a_key_that_is_newer_than_the_cached_ones(keys: Databas
     first.publish()
     theirs = of_another_backend(keys, ours)
     later = TransactionKeys(keys)
-    later.set_candidate_ids(ADA, [ours.id, theirs.id])
+    later.choose_current(ADA, [ours.id, theirs.id])
     assert later.ids_to_store(ADA, [ours.id, theirs.id]) == (ours.id, theirs.id)
 
 
@@ -262,7 +262,7 @@ def test_junk_key_whose_generation_is_no_integer_takes_none(
     """SQLite stores any type in any column."""
     (row,) = made(keys, 1)
     staged = read(keys, [row, row._replace(id=99, generation=generation)])  # type: ignore[arg-type]
-    staged.set_candidate_ids(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     assert staged.new(ADA).generation == 1
 
 
@@ -289,7 +289,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     both.keyring = keyring(MASTER)
     again = TransactionKeys(both)
     again.load([planted], fingerprints(keyring(MASTER)))
-    again.set_candidate_ids(ADA, [planted.id])
+    again.choose_current(ADA, [planted.id])
     assert current_id(again) is None
     with pytest.raises(UnknownKeyError, match="no data master"):
         again.open(ADA, CONTEXT, build_header(1, planted.id) + bytes(40))
@@ -386,7 +386,7 @@ def published(database_keys: DatabaseKeys, *rows: DataKeyRow) -> None:
     """Put the keys of *rows* into the cache, all of them named by their owners."""
     staged = read(database_keys, rows)
     for row in rows:
-        staged.set_candidate_ids(row.owner, [row.id])
+        staged.choose_current(row.owner, [row.id])
     staged.publish()
 
 

@@ -431,7 +431,7 @@ def loaded(database_keys: DatabaseKeys, *rows: DataKeyRow) -> TransactionKeys:
     staged = TransactionKeys(database_keys)
     staged.load(rows, fingerprints_of(database_keys.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
-        staged.set_candidate_ids(owner, [row.id for row in rows])
+        staged.choose_current(owner, [row.id for row in rows])
     return staged
 
 
@@ -652,7 +652,7 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
 
 def sealed_by(database_keys: DatabaseKeys, row: DataKeyRow) -> bytes:
     staged = loaded(database_keys, row)
-    staged.set_candidate_ids(ADA, [row.id])
+    staged.choose_current(ADA, [row.id])
     return staged.seal(ADA, CONTEXT, b"text")
 
 

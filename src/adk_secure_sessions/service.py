@@ -794,6 +794,14 @@ def check_ids(
     app_name: object, user_id: object = "", session_id: object = "", **more: object
 ) -> None:
     """Raise ValueError if an id, or another text in *more*, is not a string or is too long."""
+    if (
+        isinstance(app_name, str)
+        and isinstance(user_id, str)
+        and isinstance(session_id, str)
+        and len(app_name) + len(user_id) + len(session_id) <= MAX_ID_BYTES // 4
+        and not more
+    ):
+        return  # the usual case
     ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
     for name, value in ids.items():
         if not isinstance(value, str):

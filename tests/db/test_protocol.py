@@ -1,6 +1,7 @@
 """Running the steps of a transaction one statement at a time: what no server of the tests does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from adk_secure_sessions.db.protocol import (
     Executors,
     Parameters,
     Steps,
+    apply_in_turn,
     run_steps,
 )
 
@@ -28,6 +30,9 @@ class Database:
 
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Any]:
         raise AssertionError
+
+    def applying(self, is_cluster: bool) -> Callable[[Sequence[Change]], bool]:
+        return partial(apply_in_turn, self.run, is_cluster=is_cluster)
 
     def run(self, change: Change) -> int:
         self.statements.append(str(change.statement))
@@ -45,14 +50,14 @@ def test_later_change_or_claim_that_matches_not_one_row_is_a_conflict(matched: i
     for is_cluster, later in ((False, Change(SECOND, {})), (True, ON_CLUSTER)):
         steps = apply_all(Change(FIRST, {}), later, Change(THIRD, {}))
         with pytest.raises(Conflict):
-            run_steps(steps, database.fetch, database.run, is_cluster=is_cluster)
+            run_steps(steps, database.fetch, database.applying(is_cluster))
     assert database.statements == ["first", "second", "first", "third"]
 
 
 def test_first_change_that_matches_two_rows_is_a_conflict() -> None:
     database = Database(first=2)
     with pytest.raises(Conflict):
-        run_steps(apply_all(Change(FIRST, {})), database.fetch, database.run)
+        run_steps(apply_all(Change(FIRST, {})), database.fetch, database.applying(False))
 
 
 ON_CLUSTER = Change(THIRD, {}, only_on_cluster=True)
@@ -65,7 +70,7 @@ def test_change_for_clusters_is_made_only_there_and_does_not_count_as_the_first(
 ) -> None:
     database = Database(first=first)
     steps = apply_all(ON_CLUSTER, Change(FIRST, {}))
-    assert run_steps(steps, database.fetch, database.run, is_cluster=is_cluster) is applied
+    assert run_steps(steps, database.fetch, database.applying(is_cluster)) is applied
     assert database.statements == (["third", "first"] if is_cluster else ["first"])
 
 

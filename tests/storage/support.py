@@ -236,7 +236,7 @@ class Stored:
         user = Owner(user_row, WHO.user_id, b'{"u":1}', new_link(), user_key)
         self.user = user
         for owner in (app, user):
-            staged.set_candidate_ids(owner.row.tag, owner.key_ids)
+            staged.choose_current(owner.row.tag, owner.key_ids)
         links = [new_link() for _ in range(events)]
         base = NO_SNAPSHOT if snapshot is None else 0
         row = SessionRow(3, 2, WHO.session_tag, events, base, 100, 100 + events, NEVER, b"")

@@ -28,6 +28,7 @@ from adk_secure_sessions.db.protocol import (
     Row,
     T,
     Transaction,
+    apply_in_turn,
     run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
@@ -129,11 +130,11 @@ class AsyncEngineExecutor:
                     connection.rollback()
             if in_one_transaction:
                 self._dialect.see_what_is_committed(connection)
+            change = partial(self._change, connection)
             return run_steps(
                 transaction(),
-                lambda query, parameters: self._fetch(connection, query, parameters),
-                lambda change: self._in_time(lambda: self._change(connection, change), writes=True),
-                is_cluster=self._is_cluster,
+                partial(self._fetch, connection),
+                partial(apply_in_turn, change, is_cluster=self._is_cluster),
             )
 
         return await self._translating(work, commit=True)
@@ -214,7 +215,8 @@ class AsyncEngineExecutor:
         """Return how many rows *change* matched."""
         self._dialect.check_sizes(connection, change.rows or [change.parameters])
         values = change.rows or change.parameters
-        return connection.execute(change.statement, values, execution_options=_COUNT_ROWS).rowcount
+        execute = partial(connection.execute, execution_options=_COUNT_ROWS)
+        return self._in_time(lambda: execute(change.statement, values).rowcount, writes=True)
 
     def _fetch(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters

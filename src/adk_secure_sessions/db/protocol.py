@@ -156,14 +156,9 @@ class Executors(NamedTuple):
 def run_steps(
     steps: Steps[T],
     fetch: Callable[[sa.Executable, Parameters], Sequence[Row]],
-    run: Callable[[Change], int],
-    *,
-    is_cluster: bool = False,
+    apply: Callable[[Sequence[Change]], bool],
 ) -> T:
-    """Run *steps* one statement at a time, in a transaction of the caller; return their result.
-
-    *run* makes a change and returns how many rows it matched.
-    """
+    """Run *steps* one request at a time, in a transaction of the caller; return their result."""
     try:
         step = next(steps)
         while True:
@@ -171,14 +166,17 @@ def run_steps(
             if isinstance(step, Read):
                 answer = fetch(step.query, step.parameters)
             else:
-                answer = _apply(step.changes, run, is_cluster)
+                answer = apply(step.changes)
             step = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-def _apply(changes: Sequence[Change], run: Callable[[Change], int], is_cluster: bool) -> bool:
+def apply_in_turn(
+    run: Callable[[Change], int], changes: Sequence[Change], *, is_cluster: bool = False
+) -> bool:
+    """Answer an Apply by *run*, which makes a change and returns how many rows it matched."""
     is_first = True
     for change in changes:
         if change.only_on_cluster and not is_cluster:

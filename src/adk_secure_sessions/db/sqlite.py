@@ -47,6 +47,7 @@ from adk_secure_sessions.db.protocol import (
     Row,
     T,
     Transaction,
+    apply_in_turn,
     run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
@@ -628,7 +629,7 @@ class WorkerThread:
         return driver
 
     def transact(self, driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
-        return run_steps(transaction(), partial(self.fetch, driver), partial(self._change, driver))
+        return run_steps(transaction(), partial(self.fetch, driver), partial(self._apply, driver))
 
     def fetch(
         self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
@@ -636,19 +637,20 @@ class WorkerThread:
         text = sqlite_sql(query)
         return self.with_time_limit(lambda: driver.execute(text, parameters).fetchall())
 
-    def _change(self, driver: sqlite3.Connection, change: Change) -> int:
-        """Return how many rows *change* matched."""
-        execute: Any = driver.executemany if change.rows else driver.execute
-        cursor: sqlite3.Cursor = self.with_time_limit(
-            execute, sqlite_sql(change.statement), change.rows or change.parameters, writes=True
-        )
-        return cursor.rowcount
+    def _apply(self, driver: sqlite3.Connection, changes: Sequence[Change]) -> bool:
+        def change_rows(change: Change) -> int:
+            execute: Any = driver.executemany if change.rows else driver.execute
+            values = change.rows or change.parameters
+            rowcount: int = execute(sqlite_sql(change.statement), values).rowcount
+            return rowcount
+
+        return self.with_time_limit(apply_in_turn, change_rows, changes, writes=True)
 
     def with_time_limit(self, work: Callable[..., T], *args: object, writes: bool = False) -> T:
         """Call *work*, which `_should_interrupt` may interrupt; DatabaseError if it timed out.
 
-        If *writes* is True, *work* is one statement that writes.  If it is interrupted, SQLite
-        rolls the transaction back.
+        If *writes* is True, *work* makes changes.  If a change is interrupted, SQLite rolls the
+        transaction back.
         """
         timeout = self._write_timeout if writes else self._read_timeout
         self._is_writing = writes

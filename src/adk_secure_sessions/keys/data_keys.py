@@ -178,16 +178,13 @@ class TransactionKeys:
     packing: Packing = Packing()
 
     def __post_init__(self) -> None:
-        self._by_owner: dict[bytes, OwnerKeys] = {}  # read or created by this transaction
-        # The data keys that this transaction has taken from the cache.  During the transaction, the
-        # cache may remove or replace them, but the transaction continues to use these data keys.
-        self._cached: dict[bytes, OwnerKeys] = {}
-        # The key ids for `set_candidate_ids`, until the current data key is chosen.
-        self._candidate_ids: dict[bytes, Collection[int]] = {}
+        # The data keys that this transaction has read, created or taken from the cache, by owner.
+        # The cache may remove or replace them meanwhile, but the transaction continues to use them.
+        self._by_owner: dict[bytes, OwnerKeys] = {}
+        self._own: set[bytes] = set()  # the owners whose keys were read or created
         self._owner_tags: dict[int, bytes] = {}  # by data key id
-        # The errors of rejected rows of `secure_data_keys`: by the id and by the owner in the row.
-        self._rejected: dict[int, DecryptionError] = {}
-        self._rejected_of: dict[bytes, DecryptionError] = {}
+        # The owner and the error of each rejected row of `secure_data_keys`, by the id in the row.
+        self._rejected: dict[int, tuple[bytes, DecryptionError]] = {}
         self._highest_generation: dict[bytes, int] = {}  # by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
         # Whether `load` has rejected a row because its data master is not known, while the stored
@@ -221,7 +218,7 @@ class TransactionKeys:
                 key = self._unwrap(row)
             except DecryptionError as error:
                 located = error.located("secure_data_keys", row.id)
-                self._rejected[row.id] = self._rejected_of[row.owner] = located
+                self._rejected[row.id] = row.owner, located
                 if keyring_has_changed and isinstance(error, UnknownKeyError):
                     self.lacks_master = True
             else:
@@ -234,15 +231,26 @@ class TransactionKeys:
                 self._highest_generation[row.owner] = max(known, row.generation)
         for tag, keys in by_owner.items():
             self._by_owner[tag] = OwnerKeys(keys, None, newest[tag])
+            self._own.add(tag)
             self._owner_tags.update(dict.fromkeys(keys, tag))
 
-    def set_candidate_ids(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
-        """Note the key ids from which the owner's current data key is chosen at its first use.
+    def choose_current(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
+        """Choose the owner's current data key: the newest usable one of *key_ids*, those that the
+        owner's authentic row names.
 
-        It is the newest usable one of *key_ids*, those that the owner's authentic row names.  If
-        none is usable, it is the newest one that this operation has created, if any.
+        If none is usable, it is the newest one that this operation has created, if any.
         """
-        self._candidate_ids[owner_tag] = key_ids
+        keys = self._keys_of(owner_tag)
+        if keys is None:
+            return
+        current = keys.current
+        if current is not None and key_ids == (current.id,) and self._is_usable(current):
+            return  # the usual case: an earlier call has chosen it
+        usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
+        named = [key for key in usable if key.id in key_ids]
+        candidates = named or [key for key in usable if key.id in self.key_ids_of_earlier_attempts]
+        current = max(candidates, key=lambda key: key.generation, default=None)
+        self._by_owner[owner_tag] = OwnerKeys(keys.by_id, current, keys.newest_generation)
 
     def ids_to_store(self, owner_tag: bytes, key_ids: Collection[int]) -> tuple[int, ...]:
         """Return the key ids to store in the next version of the owner's row.
@@ -256,7 +264,7 @@ class TransactionKeys:
         assert keys.current is not None
         backend_id = keys.current.backend_id
         replaced = {key.id for key in keys.by_id.values() if key and key.backend_id == backend_id}
-        may_exist = keys.by_id if owner_tag in self._by_owner else key_ids
+        may_exist = keys.by_id if owner_tag in self._own else key_ids
         kept = (key_id for key_id in key_ids if key_id in may_exist and key_id not in replaced)
         return (keys.current.id, *kept)
 
@@ -289,7 +297,7 @@ class TransactionKeys:
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
-        self._candidate_ids.pop(owner_tag, None)
+        self._own.add(owner_tag)
         self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
@@ -306,7 +314,7 @@ class TransactionKeys:
 
     def has_keys(self, owner_tag: bytes) -> bool:
         """Return whether this transaction has read or created an authentic key of the owner."""
-        return owner_tag in self._by_owner
+        return owner_tag in self._own
 
     def has_loaded(self, row: DataKeyRow) -> bool:
         """Return whether `load` has read *row*, and accepted it."""
@@ -405,7 +413,7 @@ class TransactionKeys:
         if backend_id not in self._database_keys.backends:
             raise _not_listed(backend_id)
         if key_id in self._rejected:
-            raise self._rejected[key_id]
+            raise self._rejected[key_id][1]
         key = keys.by_id.get(key_id) if keys else None
         if key is not None and key.backend_id == backend_id:
             return key
@@ -418,41 +426,30 @@ class TransactionKeys:
             )
         # The data key may be missing because an attacker modified the id in its row.  `load` has
         # then rejected this row, so raise the error of the row.
-        if owner_tag in self._rejected_of:
-            raise self._rejected_of[owner_tag]
+        for rejected_owner, error in self._rejected.values():
+            if rejected_owner == owner_tag:
+                raise error
         raise UnknownKeyError(f"its data key {key_id} is not known")
 
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
-        for tag, keys in self._by_owner.items():
-            self._database_keys.by_owner.put(tag, self._keys_of(tag) or keys)
+        for tag in self._own:
+            self._database_keys.by_owner.put(tag, self._by_owner[tag])
         for key_id, tag in self._owner_tags.items():
             self._database_keys.owner_tags.put(key_id, tag)
 
     def forget(self, owner_tag: bytes) -> None:
         """Remove the owner's data keys from the cache, because the owner's row is not stored."""
         self._database_keys.by_owner.drop(owner_tag)
-        self._cached.pop(owner_tag, None)
+        if owner_tag not in self._own:
+            self._by_owner.pop(owner_tag, None)
 
     def _keys_of(self, owner_tag: bytes) -> OwnerKeys | None:
-        """Return the owner's data keys, with the current one that `set_candidate_ids` describes."""
-        keys = self._by_owner.get(owner_tag) or self._cached.get(owner_tag)
+        keys = self._by_owner.get(owner_tag)
         if keys is None and self.uses_cache:
             keys = self._database_keys.by_owner.get(owner_tag)
             if keys is not None:
-                self._cached[owner_tag] = keys
-        if keys is None or owner_tag not in self._candidate_ids:
-            return keys
-        key_ids, current = self._candidate_ids.pop(owner_tag), keys.current
-        if current is not None and key_ids == (current.id,) and self._is_usable(current):
-            return keys  # the usual case: an earlier call has determined the current data key
-        usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
-        named = [key for key in usable if key.id in key_ids]
-        candidates = named or [key for key in usable if key.id in self.key_ids_of_earlier_attempts]
-        current = max(candidates, key=lambda key: key.generation, default=None)
-        if current is not keys.current:
-            keys = OwnerKeys(keys.by_id, current, keys.newest_generation)
-            (self._by_owner if owner_tag in self._by_owner else self._cached)[owner_tag] = keys
+                self._by_owner[owner_tag] = keys
         return keys
 
     def _is_usable(self, key: DataKey) -> bool:

@@ -174,7 +174,7 @@ async def _records_of_owner(
         if table is users:
             _, plaintext = split_id(plaintext)
         _, key_ids, _ = split_owner(plaintext)
-        keys.set_candidate_ids(stored.tag, key_ids)
+        keys.choose_current(stored.tag, key_ids)
     return [_EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
 
 

@@ -3,6 +3,7 @@
 It owns the executors, the unwrapped keys and the caches of rows and events.  It repeats attempts by
 these rules, whose limits and pauses are in `db.protocol.Retries`:
 
+- If a cached row is not the stored one, the next attempt reads the rows.
 - If an attempt lacks a data key, the key is read or created before the next attempt.
 - If the keyring has changed, it is read again, once for all tasks that noticed the change.
 - After a conflict or a lost connection, there is a pause.  After a few conflicts, a write locks its
@@ -260,11 +261,6 @@ class Attempt(NamedTuple):
         """After the commit, cache *session*, whose row this write stores."""
         self.call_after_commit(partial(self.cache.put_session, session, witness, is_verified=True))
 
-    def cancel_after_commit(self) -> None:
-        """Do not cache what this write has sent so far, because its changes matched no row."""
-        if self.after_commit:
-            self.after_commit.clear()
-
     def run_after_commit(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
         for call in self.after_commit or ():
@@ -299,6 +295,10 @@ class Attempt(NamedTuple):
         self.keys.forget(identity.user_tag)
         cache.users.drop(identity.user_tag)
         cache.forget_session(identity.session_tag)
+
+
+class CacheMiss(Exception):
+    """A cached row is not the stored one.  Nothing was changed, and the next attempt reads it."""
 
 
 class NeedsDataKey(Exception):
@@ -520,6 +520,8 @@ class OperationRunner:
                     keys_match_rows = keys_match_rows or needs_fresh_keys
                     needs_fresh_keys = True
                     telemetry.count_retry("unknown_key")
+                except CacheMiss:
+                    pass
                 except NeedsDataKey as need:
                     if len(new_key_ids) == _NEW_KEYS:
                         raise SecureSessionError(

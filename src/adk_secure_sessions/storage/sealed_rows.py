@@ -22,7 +22,7 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow, RowCache
+from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow, KeySource, RowCache
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
@@ -101,7 +101,8 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
         attempt.call_after_commit(partial(attempt.cache.put_owner, witness, owner))
-    attempt.keys.set_candidate_ids(row.tag, owner.key_ids)
+    if attempt.after_commit is not None or attempt.key_source is not KeySource.CACHE:
+        attempt.keys.choose_current(row.tag, owner.key_ids)  # a write, or new keys for the cache
     return owner
 
 

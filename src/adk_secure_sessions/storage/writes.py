@@ -27,6 +27,7 @@ from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, 
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
+    CacheMiss,
     KeySource,
     NeedsDataKey,
     StorageOperation,
@@ -173,7 +174,7 @@ class OwnerChanges:
         """
         tag = owner.row.tag
         if self._keys.key_ids_of_earlier_attempts:
-            self._keys.set_candidate_ids(tag, self._keys.key_ids_of_earlier_attempts)
+            self._keys.choose_current(tag, self._keys.key_ids_of_earlier_attempts)
         current = self._keys.current(tag)
         is_newest = self._keys.current_is_newest(tag)
         if current is None or current.created_at < not_before or not is_newest:
@@ -230,7 +231,7 @@ class OwnerChanges:
                 "its data key is still stored",
                 Reason.MISSING,
             )
-        self._keys.set_candidate_ids(owner_tag, ())
+        self._keys.choose_current(owner_tag, ())
         if self._keys.current(owner_tag) is None:
             self._new_key(owner_tag)
 
@@ -247,7 +248,7 @@ class OwnerChanges:
             return
         self._require_fresh_keys()
         if keys.key_ids_of_earlier_attempts:
-            keys.set_candidate_ids(owner_tag, keys.key_ids_of_earlier_attempts)
+            keys.choose_current(owner_tag, keys.key_ids_of_earlier_attempts)
             if keys.current_is_as_new_as(owner_tag, *stored):
                 return
         for record in stored:
@@ -309,7 +310,11 @@ class Write(StorageOperation[T]):
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
-        return await run(transaction, attempt.run_after_commit, in_one_transaction=locks)
+        try:
+            return await run(transaction, attempt.run_after_commit, in_one_transaction=locks)
+        except CacheMiss:
+            self._sent_results.clear()  # only the first attempt uses cached rows
+            raise
 
     def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
         for query in self.lock_queries:
@@ -338,10 +343,9 @@ class CreateSession(Write[SessionView]):
     expires_at: int = NEVER
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionView]:
-        if attempt.may_skip_read and not (self.app_delta or self.user_delta):
-            created = yield from self._create_from_cache(attempt)
-            if created:
-                return created
+        may_skip_read = attempt.may_skip_read and not (self.app_delta or self.user_delta)
+        if may_skip_read and (cached := cached_owners(attempt)):
+            return (yield from self._create_from_cache(attempt, cached))
         rows = yield from read_rows(attempt)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
@@ -361,17 +365,12 @@ class CreateSession(Write[SessionView]):
         yield from apply_changes([*owners.changes, row, *rest])
         return SessionView(session, changed.user_id, app.state, changed.state)
 
-    def _create_from_cache(self, attempt: Attempt) -> Steps[SessionView | None]:
-        """Create the session without a read, from the cached rows of its app and its user; return
-        None if one is not cached, or differs from the stored row.
-        """
-        cached = cached_owners(attempt)
-        if cached is None:
-            return None
+    def _create_from_cache(self, attempt: Attempt, cached: "CachedOwners") -> Steps[SessionView]:
+        """Create the session without a read, from the cached rows of its app and its user."""
         session, rest = self._new_session(attempt, cached.user.row.id)
         columns = parameters(session.row) | cached.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *rest])):
-            return None
+            raise CacheMiss
         return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
 
     def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
@@ -468,10 +467,10 @@ class AppendEvent(Write[StoredSession]):
         cached = self._cached_session(attempt)
         if cached and (appended := self._append_to(attempt, cached)):
             changes, updated = appended
-            if (yield Apply(changes)):
-                attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
-                return updated
-            self._sent_results.clear()  # nothing was stored
+            if not (yield Apply(changes)):
+                raise CacheMiss
+            attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
+            return updated
         attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
         rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
@@ -597,9 +596,9 @@ class DeleteSession(Write[bool | None]):
         if cached and self.condition is None:
             row = Change(sql.DELETE_CACHED_SESSION, parameters(cached.row, "at_"))
             self._sent_results[cached.row.id] = True
-            if (yield Apply([row, *_deletions(attempt, cached)])):
-                return True
-            self._sent_results.clear()  # nothing was deleted
+            if not (yield Apply([row, *_deletions(attempt, cached)])):
+                raise CacheMiss
+            return True
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
         if self._sent_results and (session is None or session.row.id not in self._sent_results):
@@ -711,7 +710,6 @@ def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Ch
 def read_rows(
     attempt: Attempt, query: QueryVariants = sql.SESSION_WITHOUT_EVENTS
 ) -> Steps[QueryRows]:
-    attempt.cancel_after_commit()
     parameters = {**attempt.identity.tags(), "limit": 1}
     return attempt.load_rows((yield Read(attempt.variant_of(query), parameters)))
 

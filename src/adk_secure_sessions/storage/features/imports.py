@@ -26,7 +26,12 @@ from adk_secure_sessions.storage import meta, sealed_rows
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
-from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    CacheMiss,
+    OperationRunner,
+    apply_changes,
+)
 from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.schema import (
     NEVER,
@@ -47,6 +52,7 @@ from adk_secure_sessions.storage.schema import (
 )
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import (
+    CachedOwners,
     Changes,
     NewSession,
     OwnerChanges,
@@ -256,9 +262,8 @@ class ImportSession(_Import[ImportStatus]):
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
-        skips_read = attempt.may_skip_read and not self.replace
-        if skips_read and (yield from self._import_from_cache(attempt)):
-            return ImportStatus.NEW
+        if attempt.may_skip_read and not self.replace and (cached := cached_owners(attempt)):
+            return (yield from self._import_from_cache(attempt, cached))
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
@@ -283,14 +288,8 @@ class ImportSession(_Import[ImportStatus]):
         yield from self._create(attempt, owners, app, user)
         return ImportStatus.NEW
 
-    def _import_from_cache(self, attempt: Attempt) -> Steps[bool]:
-        """Import the session without a read, from the cached rows of its app and its user.
-
-        If a row is not cached, or differs from the stored row, import nothing and return False.
-        """
-        cached = cached_owners(attempt)
-        if cached is None:
-            return False
+    def _import_from_cache(self, attempt: Attempt, cached: CachedOwners) -> Steps[ImportStatus]:
+        """Import the session without a read, from the cached rows of its app and its user."""
         new, row = self._new(attempt, cached.user.row.id, ImportStatus.NEW)
         columns = parameters(new.session.row) | cached.columns
         changes = [
@@ -298,7 +297,9 @@ class ImportSession(_Import[ImportStatus]):
             *new.inserts(attempt),
             Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
-        return (yield from self._apply(attempt, new, changes))
+        if not (yield from self._apply(attempt, new, changes)):
+            raise CacheMiss
+        return ImportStatus.NEW
 
     def _create(
         self, attempt: Attempt, owners: OwnerChanges, app: Owner | None, user: Owner | None
