@@ -127,25 +127,26 @@ async def migrate_artifacts(
         store.prepare(create=True)
         await init(db)
         await db.imports.feature.ensure()  # from now on, `erase-user` stores tombstones
-    is_new, findings = await db.is_new() and action == "copy", Findings(with_ids=show_ids)
+    is_new = action == "copy" and await db.is_new()
+    findings = Findings(with_ids=show_ids)
     run = _ArtifactRun(db, Collections(db.runner), store, action, dry_run, findings, is_new)
-    some: list[SourceArtifact] = []
+    group: list[SourceArtifact] = []
     total = 0
-    async for one in source.artifacts():
-        size = min(max((version.size for version in one.versions), default=0), _LARGEST)
-        if len(some) == _AT_ONCE or total + size > _BYTES:
-            await at_once(*map(run.visit, some))
-            some, total = [], 0
-        some.append(one)
+    async for artifact in source.artifacts():
+        size = min(max((version.size for version in artifact.versions), default=0), _LARGEST)
+        if len(group) == _AT_ONCE or total + size > _BYTES:
+            await at_once(*map(run.process, group))
+            group, total = [], 0
+        group.append(artifact)
         total += size
-    await at_once(*map(run.visit, some))
+    await at_once(*map(run.process, group))
     result = run.result
     if action == "erase-source" and result.succeeded and dry_run:
         result.deleted = result.equal + result.erased
     elif action == "erase-source" and result.succeeded:
-        async for one in source.artifacts():
-            if one.problem is None and one.ids_and_etags in run.finished:
-                await source.delete(one)
+        async for artifact in source.artifacts():
+            if artifact.problem is None and artifact.ids_and_etags in run.finished:
+                await source.delete(artifact)
                 result.deleted += 1
             else:
                 result.changed += 1
@@ -167,9 +168,10 @@ class _ArtifactRun:
     result: ArtifactMigration = field(default_factory=ArtifactMigration)
     finished: DigestSet = field(default_factory=DigestSet)  # equal, or of erased users
 
-    async def visit(self, one: SourceArtifact) -> None:
+    async def process(self, artifact: SourceArtifact) -> None:
+        """Copy or compare *artifact*, count it, and list it if something is wrong."""
         try:
-            counter, reason = await self._visit(one)
+            counter, reason = await self._copy_or_compare(artifact)
         except DecryptionError:
             counter, reason = "different", _UNDECRYPTABLE
         except SecureSessionError:
@@ -180,41 +182,44 @@ class _ArtifactRun:
             counter, reason = "bad", "a value exceeds a limit"
         setattr(self.result, counter, getattr(self.result, counter) + 1)
         if not reason:
-            self.finished.add(one.ids_and_etags)
+            self.finished.add(artifact.ids_and_etags)
             return
-        tag, name = b"", collection_name(one.session_id, one.filename)
+        tag, owner = b"", artifact.owner
         if not self.is_new:
-            tag = (await self.db.runner.identify(*one.owner, name, True)).session_tag
-        self.findings.add(tag, reason, *one.owner, one.session_id, one.filename)
+            name = collection_name(artifact.session_id, artifact.filename)
+            tag = (await self.db.runner.identify(*owner, name, True)).session_tag
+        self.findings.add(tag, reason, *owner, artifact.session_id, artifact.filename)
 
-    async def _visit(self, one: SourceArtifact) -> tuple[str, str]:
+    async def _copy_or_compare(self, artifact: SourceArtifact) -> tuple[str, str]:
         """Return the counter of the artifact, and the reason of a finding, if there is one."""
-        if one.problem is not None:
-            raise _Bad(one.problem)
-        check_ids(*one.owner, one.session_id or "", filename=one.filename)
-        address = (*one.owner, collection_name(one.session_id, one.filename))
+        if artifact.problem is not None:
+            raise _Bad(artifact.problem)
+        owner = artifact.owner
+        check_ids(*owner, artifact.session_id or "", filename=artifact.filename)
+        address = (*owner, collection_name(artifact.session_id, artifact.filename))
         stored: list[Version] = []
         if not self.is_new:
-            state = (await self.db.imports.rows_for([one.owner])).get(one.owner)
+            state = (await self.db.imports.rows_for([owner])).get(owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
             collection = await self.collections.get(address)
             stored = versions_of(collection) if collection else []
-        new = one.versions[len(stored) :]
+        new = artifact.versions[len(stored) :]
         if new and self.action != "copy":
             return "missing", _NOT_COPIED
-        for version, copy in zip(one.versions, stored, strict=False):
+        for version, copy in zip(artifact.versions, stored, strict=False):
             if not await self._is_equal(version, copy):
                 return "different", f"version {version.number} {_DIFFERENT}"
         for version in new:
             if not self.dry_run:
                 values = {"part": version.part, "metadata": version.metadata, "time": version.time}
                 pieces = _content(version) if version.open else None
-                places = self.collections, self.store
                 try:
-                    await add_version(*places, address, values, pieces, version.number)
+                    await add_version(
+                        self.collections, self.store, address, values, pieces, version.number
+                    )
                 except VersionExists:  # a service, or another run, has saved it meanwhile
-                    counter, reason = await self._visit(one)
+                    counter, reason = await self._copy_or_compare(artifact)
                     is_copied = counter == "equal" and version is not new[0]
                     return "copied" if is_copied else counter, reason
             self.result.versions += 1
