@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import database_commands, program, rotate
-from adk_secure_sessions.cli.notes import status_lines
+from adk_secure_sessions.cli.notes import status_notes
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
@@ -372,7 +372,7 @@ LINES: dict[str, list[tuple[Any, str]]] = {
 def test_status_tells_of_a_migration_an_audit_trail_and_a_search_index(field: str) -> None:
     begin = {"state_index": "search index"}.get(field, field.replace("_", " "))
     for value, text in LINES[field]:
-        lines = status_lines(replace(STATUS, **{field: value}))
+        lines = status_notes(replace(STATUS, **{field: value}))
         (line,) = [line for line in lines if line.startswith(f"{begin}: ")]
         assert text in line
 

@@ -164,7 +164,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
     _hide_ids_in_logs()
     uris = [plaintext_guard.uri_of(kind, arguments) for kind in plaintext_guard.SERVICES]
     ours = [uri for uri in uris if uri and uri.partition("://")[0].lower() in adk.SCHEMES]
-    for service in {id(service): service for service in map(adk.session_service, ours)}.values():
+    for service in dict.fromkeys(map(adk.session_service, ours)):
         asyncio.run(_open(service))
     if "traces" not in allowed:
         _ignore_trace_variables()
@@ -174,10 +174,8 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
 
 async def _open(service: "EncryptedSessionService") -> None:
     """Open the database of *service* once, to report a wrong key before google-adk starts."""
-    try:
+    async with service:  # closed at the end: the server's event loop opens the database again
         await service.prepare_tables()
-    finally:
-        await service.close()  # the event loop of the server opens the database again
 
 
 def _hide_ids_in_logs() -> None:

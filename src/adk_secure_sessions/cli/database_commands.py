@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
-from adk_secure_sessions.cli.notes import check_lines, status_lines
+from adk_secure_sessions.cli.notes import check_notes, status_notes
 from adk_secure_sessions.cli.options import (
     NUMBER,
     on_database,
@@ -98,7 +98,7 @@ def check(db: Database, timeout: float) -> None:
             ) from None
 
     result = run(db, in_time, resume_hint=None)
-    print_result(result, check_lines(result))
+    print_result(result, check_notes(result))
 
 
 @main.command()
@@ -117,7 +117,7 @@ def status(db: Database, **options: Any) -> None:
       adk-secure-sessions status --db sqlite:///sessions.db
     """
     result = run(db, maintenance.status, label="status", resume_hint=None, **options)
-    print_result(result, status_lines(result))
+    print_result(result, status_notes(result))
 
 
 @main.command()

@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import Reason
 _INDENT = "  "
 
 
-def check_lines(result: maintenance.Check) -> Iterator[str]:
+def check_notes(result: maintenance.Check) -> Iterator[str]:
     keys = "in the key database" if result.has_key_database else "in this database"
     yield (
         f"a service can start: format {result.format_version}, root key {result.root_key_id}, "
@@ -24,52 +24,43 @@ def check_lines(result: maintenance.Check) -> Iterator[str]:
         yield "some records are, or were, plaintext"
 
 
-def status_lines(result: maintenance.Status) -> Iterator[str]:
+def status_notes(result: maintenance.Status) -> Iterator[str]:
     plaintext = "; some records are, or were, plaintext" if result.has_plaintext_records else ""
     yield f"format {result.format_version}{plaintext}"
-    yield "master keys"
     unwraps = {None: "", True: "unwrapped", False: "cannot be unwrapped"}
-    yield from table(
-        [
-            (
-                master.purpose,
-                master.id,
-                f"under {master.root_key_id}",
-                f"of {utc_text(master.created_at, '%Y-%m-%d')}",
-                _age(master.age),
-                unwraps[master.unwraps],
-            )
-            for master in result.master_keys
-        ],
-        _INDENT,
-    )
-    yield "data keys"
-    yield from table(
-        [
-            (backend_name(count.backend_id), f"under master key {count.master_id}", count.keys)
-            for count in result.data_keys
-        ],
-        _INDENT,
-    )
+    masters = [
+        (
+            master.purpose,
+            master.id,
+            f"under {master.root_key_id}",
+            f"of {utc_text(master.created_at, '%Y-%m-%d')}",
+            _age(master.age),
+            unwraps[master.unwraps],
+        )
+        for master in result.master_keys
+    ]
+    yield from ("master keys", *table(masters, _INDENT))
+    keys = [
+        (backend_name(count.backend_id), f"under master key {count.master_id}", count.keys)
+        for count in result.data_keys
+    ]
+    yield from ("data keys", *table(keys, _INDENT))
     if result.spare_keys:
         spare = counted(result.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
-    yield "rows"
     rotated = any(one.name == "data" and one.done is not None for one in result.unfinished)
     under = "under keys of the rotation" if rotated else "under newest key"
-    yield from table(
-        [
-            (
-                count.table,
-                backend_name(count.backend_id),
-                count.rows,
-                f"{count.newest} {under}",
-                f"{100 * count.newest // max(count.rows, 1)}%",  # rounded down: 100% means all rows
-            )
-            for count in result.records
-        ],
-        _INDENT,
-    )
+    rows = [
+        (
+            count.table,
+            backend_name(count.backend_id),
+            count.rows,
+            f"{count.newest} {under}",
+            f"{100 * count.newest // max(count.rows, 1)}%",  # rounded down: 100% means all rows
+        )
+        for count in result.records
+    ]
+    yield from ("rows", *table(rows, _INDENT))
     if result.is_separating:
         yield f"unfinished separation, and services reject this copy; {_again('`separate`')}"
     elif result.unfinished:
@@ -85,7 +76,7 @@ def status_lines(result: maintenance.Status) -> Iterator[str]:
         yield f"audit trail: {_audit_trail(result.audit_trail)}"
 
 
-def of_rotation(
+def rotation_notes(
     result: maintenance.MasterRotation | maintenance.DataRotation, dry_run: bool
 ) -> Iterator[str]:
     if dry_run:
@@ -110,7 +101,7 @@ def of_rotation(
         yield "next: `retire` deletes the keys that were replaced"
 
 
-def of_retirement(result: maintenance.Retirement) -> Iterator[str]:
+def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
     from adk_secure_sessions.storage.schema import data_keys, keyring
 
     # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need the
@@ -124,7 +115,7 @@ def of_retirement(result: maintenance.Retirement) -> Iterator[str]:
         yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
 
 
-def of_erasure(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
+def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
     if not result.rows:
         yield "there is no such user" if result.has_app else "there is no such app"
     elif result.missing:
@@ -138,7 +129,7 @@ def of_erasure(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
         yield "the source of the migration may still contain the user: delete the user there, too"
 
 
-def of_separation(result: maintenance.Separation) -> Iterator[str]:
+def separation_notes(result: maintenance.Separation) -> Iterator[str]:
     if result.complete:
         yield f"the copy has the id {result.database_id} and keys of its own: services can start"
     else:
@@ -148,7 +139,7 @@ def of_separation(result: maintenance.Separation) -> Iterator[str]:
         )
 
 
-def of_key_move(result: maintenance.KeyMove) -> Iterator[str]:
+def key_move_notes(result: maintenance.KeyMove) -> Iterator[str]:
     if result.to == "key-db":
         yield "the key database has the keys: start services with key_db_url"
     else:
@@ -157,7 +148,7 @@ def of_key_move(result: maintenance.KeyMove) -> Iterator[str]:
         yield f"the file that had the keys before may contain copies of them: {obstacle}"
 
 
-def resumed_line(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> str:
+def continuation_note(unfinished: maintenance.UnfinishedRotation, dry_run: bool) -> str:
     verb = "would continue" if dry_run else "continues"
     assert unfinished.since is not None, "an authentic checkpoint has a time"
     return f"{verb} the rotation begun {utc_text(unfinished.since)}; --restart begins a new one"

@@ -7,7 +7,7 @@ import click
 
 from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance
-from adk_secure_sessions.cli.notes import of_erasure, utc_text
+from adk_secure_sessions.cli.notes import erasure_notes, utc_text
 from adk_secure_sessions.cli.options import (
     age_option,
     on_database,
@@ -123,6 +123,6 @@ def erase_user(db: Database, dry_run: bool, confirm: str | None, **options: Any)
         if not dry_run:
             require_confirmation(call(db.describe()), confirm, "erase a user of this database")
         result = call(maintenance.erase_user(db, dry_run=dry_run, **options))
-    print_result(result, of_erasure(result, dry_run))
+    print_result(result, erasure_notes(result, dry_run))
     if options["rewrite"] and not dry_run and not result.cleared:
         sys.exit(1)

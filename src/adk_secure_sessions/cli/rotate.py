@@ -134,20 +134,20 @@ def _rotate(
             options = {"progress": report, "rows_per_second": rows_per_second}
             result = call(work(db, dry_run=dry_run, restart=restart, **options))
         print_lines(result)
-        last = notes.of_rotation(result, dry_run)
+        last = notes.rotation_notes(result, dry_run)
         if retire and result.succeeded:
             with progress("retire", "owners") as report:
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
             print_lines(retirement)
-            last = notes.of_retirement(retirement)
+            last = notes.retirement_notes(retirement)
     print_result(result, last, are_lines_printed=True, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
     if not unfinished.is_authentic:
         return  # say nothing: the rotation then raises an error, which names the checkpoint
-    click.echo(notes.resumed_line(unfinished, dry_run), err=True)
+    click.echo(notes.continuation_note(unfinished, dry_run), err=True)
     if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not click.confirm("Continue it?", default=True, err=True):
@@ -170,7 +170,7 @@ def retire(db: Database, **options: Any) -> None:
       adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
     result = run(db, maintenance.retire, label="retire", nouns="owners", **options)
-    print_result(result, notes.of_retirement(result))
+    print_result(result, notes.retirement_notes(result))
 
 
 @main.command()
@@ -194,7 +194,7 @@ def separate(db: Database, confirm: str | None, **options: Any) -> None:
         require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
         with progress("separate") as report:
             result = call(maintenance.separate(db, progress=report, **options))
-    print_result(result, notes.of_separation(result))
+    print_result(result, notes.separation_notes(result))
 
 
 @main.command("move-keys")
@@ -222,4 +222,4 @@ def move_keys(db: Database, to: Literal["key-db", "db"], confirm: str | None) ->
         require_confirmation(call(db.describe()), confirm, "move the keys of this database")
         with progress("move-keys", "data keys") as report:
             result = call(maintenance.move_keys(db, to, progress=report))
-    print_result(result, notes.of_key_move(result))
+    print_result(result, notes.key_move_notes(result))
