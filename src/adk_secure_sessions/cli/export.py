@@ -40,12 +40,7 @@ _STDOUT = "-"
 )
 @on_database()
 def export(
-    db: Database,
-    to: str | None,
-    jsonl: str | None,
-    decrypt: bool,
-    verify: bool,
-    **options: Any,
+    db: Database, to: str | None, jsonl: str | None, decrypt: bool, verify: bool, **options: Any
 ) -> None:
     """Decrypt sessions into google-adk's own database (--to), or into lines of JSON (--jsonl).
 

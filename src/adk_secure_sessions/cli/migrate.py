@@ -102,11 +102,7 @@ def migrate() -> None:
     is_flag=True,
     help="Delete copied sessions of the apps of this source that it no longer has.",
 )
-@click.option(
-    "--events-per-second",
-    type=NUMBER,
-    help="Copy at most this many events per second.",
-)
+@click.option("--events-per-second", type=NUMBER, help="Copy at most this many events per second.")
 @age_option("--expires-after", "How long after its last update a copied session expires.")
 @with_dry_run
 @with_packing

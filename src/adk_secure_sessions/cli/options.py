@@ -32,9 +32,7 @@ def with_all(*decorators: Decorator) -> Decorator:
 NUMBER = click.FloatRange(min=0, min_open=True)
 NUMBER.name = "number"  # for the help and error texts
 with_speed: Decorator = click.option(
-    "--rows-per-second",
-    type=NUMBER,
-    help="Process at most this many rows per second.",
+    "--rows-per-second", type=NUMBER, help="Process at most this many rows per second."
 )
 with_dry_run: Decorator = click.option(
     "--dry-run", is_flag=True, help="Report what would be done, but change nothing."
@@ -93,17 +91,10 @@ TO = click.option(
     help="URL of the encrypted database to copy to, which is created if it does not exist.",
 )
 _DATABASE_URL = _common(
-    "--db",
-    required=True,
-    metavar="URL",
-    help="URL of the database, such as sqlite:///sessions.db.",
+    "--db", required=True, metavar="URL", help="URL of the database, such as sqlite:///sessions.db."
 )
 _WITH_DATABASE = (
-    _common(
-        "--key-db",
-        metavar="URL",
-        help="URL of the key database, if there is one.",
-    ),
+    _common("--key-db", metavar="URL", help="URL of the key database, if there is one."),
     _common(
         "--config",
         envvar=CONFIG_VARIABLE,

@@ -27,9 +27,7 @@ _with_rotation_options = with_all(
         help="Continue an unfinished rotation without asking.  Only a terminal is asked.",
     ),
     click.option(
-        "--restart",
-        is_flag=True,
-        help="Begin a new rotation, even if the last one is unfinished.",
+        "--restart", is_flag=True, help="Begin a new rotation, even if the last one is unfinished."
     ),
     click.option(
         "--retire",

@@ -82,8 +82,7 @@ PLACES: Mapping[str, LeakSource] = {
         files=("*.evalset.json",),
     ),
     "eval-results": LeakSource(
-        "Evaluate with invented data only; delete the files.",
-        files=(".adk/eval_history/*.json",),
+        "Evaluate with invented data only; delete the files.", files=(".adk/eval_history/*.json",)
     ),
     "test-files": LeakSource(
         "Do not save sessions as tests: run `adk api_server` instead of `adk web`; delete the "
