@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, SecureSessionError
-from adk_secure_sessions.cli.confirm import require_confirmation
-from adk_secure_sessions.cli.program import Failure
+from adk_secure_sessions.cli.program import Failure, require_confirmation
 from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     erase_user,

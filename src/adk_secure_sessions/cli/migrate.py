@@ -8,7 +8,6 @@ from zoneinfo import ZoneInfo
 import click
 
 from adk_secure_sessions.backends.registry import NAMES
-from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, migration
 from adk_secure_sessions.cli.options import (
     NUMBER,
@@ -17,11 +16,12 @@ from adk_secure_sessions.cli.options import (
     on_database,
     parse_time,
     with_all,
+    with_confirm,
     with_dry_run,
     with_packing,
 )
 from adk_secure_sessions.cli.output import print_result, progress
-from adk_secure_sessions.cli.program import AGAIN, main, runner_for
+from adk_secure_sessions.cli.program import AGAIN, main, require_confirmation, runner_for
 from adk_secure_sessions.formats.times import of_datetime
 
 _UNREACHABLE = (

@@ -6,12 +6,18 @@ from urllib.parse import urlsplit
 
 import click
 
-from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
-from adk_secure_sessions.cli.options import TO, on_database, with_dry_run, with_packing, with_store
+from adk_secure_sessions.cli.options import (
+    TO,
+    on_database,
+    with_confirm,
+    with_dry_run,
+    with_packing,
+    with_store,
+)
 from adk_secure_sessions.cli.output import print_result
-from adk_secure_sessions.cli.program import AGAIN, runner_for
+from adk_secure_sessions.cli.program import AGAIN, require_confirmation, runner_for
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration

@@ -39,6 +39,14 @@ with_dry_run: Decorator = click.option(
 )
 
 
+with_confirm: Decorator = click.option(
+    "--confirm",
+    metavar="NAME",
+    help="Name of what the command may change: the database (SQLite: path of the file), or the "
+    "directory or the bucket.  Without this option, the command asks on a terminal.",
+)
+
+
 def _parse_age(value: str) -> timedelta:
     if (age := times.parse_age(value)) is None:
         raise click.BadParameter(

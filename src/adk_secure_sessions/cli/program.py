@@ -8,14 +8,18 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import click
 
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import Database
-from adk_secure_sessions.cli.output import option_value, progress, without_controls
+from adk_secure_sessions.cli.notes import utc_text
+from adk_secure_sessions.cli.output import counted, option_value, progress, without_controls
 from adk_secure_sessions.errors import SecureSessionError
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.maintenance.database import Description
 
 T = TypeVar("T")
 
@@ -195,18 +199,52 @@ def run(
     label: str = "",
     nouns: str = "rows",
     resume_hint: str | None = AGAIN,
+    change: str = "",
+    confirm: str | None = None,
     **options: Any,
 ) -> T:
     """Run *work* with *db* and *options*, close *db*, and return the result.
 
     If *label* is given, show the progress with this text; *nouns* is what *work* counts.
-    *resume_hint* is as in `runner_for`.
+    *resume_hint* is as in `runner_for`.  If *change* is given, first call `require_confirmation`.
     """
     with runner_for(db, resume_hint=resume_hint) as call:
+        if change:
+            require_confirmation(call(db.describe()), confirm, change)
         if not label:
             return call(work(db, **options))
         with progress(label, nouns) as report:
             return call(work(db, progress=report, **options))
+
+
+def require_confirmation(described: "Description", name: str | None, change: str) -> None:
+    """Raise an error unless the user names what is *described*: the URL may be a wrong one.
+
+    *name* is the value of --confirm; if it is None, ask on the terminal.  *change* is what the
+    command does, such as `erase the user`.  Commands that a scheduler runs, such as `purge`, do not
+    call this function.
+    """
+    server, own_name, number, updated_at, kind, noun = described
+    where = "" if server is None else f" on {server}"
+    last = "" if updated_at is None else f", last updated {utc_text(updated_at)}"
+    text = f"the {kind} {own_name}{where} has {counted(number, noun)}{last}"
+    if name is None and sys.stdin.isatty():
+        click.echo(without_controls(text), err=True)
+        question = f"To {change}, enter its name"
+        entered = click.prompt(question, default="", show_default=False, err=True)
+        if not _is_name(described, entered):
+            raise Failure("nothing was changed: this is not its name", "Declined", exit_code=1)
+    elif name is None or not _is_name(described, name):
+        raise Failure(
+            f"nothing was changed: to {change}, give its name with --confirm; {text}",
+            "NotConfirmed",
+        )
+
+
+def _is_name(described: "Description", name: str) -> bool:
+    if described.server is None and name:  # a relative path is a name, too
+        return os.path.realpath(name) == os.path.realpath(described.name)
+    return name == described.name
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
-from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance
 from adk_secure_sessions.cli.notes import erasure_notes, utc_text
 from adk_secure_sessions.cli.options import (
     age_option,
     on_database,
+    with_confirm,
     with_dry_run,
     with_one_app,
     with_selection,
@@ -18,7 +18,7 @@ from adk_secure_sessions.cli.options import (
     with_store,
 )
 from adk_secure_sessions.cli.output import print_result
-from adk_secure_sessions.cli.program import main, run, runner_for
+from adk_secure_sessions.cli.program import main, run
 
 
 @main.group()
@@ -108,7 +108,7 @@ def purge_blobs(db: Database, **options: Any) -> None:
 )
 @with_confirm
 @on_database()
-def erase_user(db: Database, dry_run: bool, confirm: str | None, **options: Any) -> None:
+def erase_user(db: Database, dry_run: bool, **options: Any) -> None:
     """Delete all data keys and rows of a user.
 
     Exits 1 if there is no such app or user, if the data keys or the user's own row were missing, or
@@ -119,10 +119,8 @@ def erase_user(db: Database, dry_run: bool, confirm: str | None, **options: Any)
       adk-secure-sessions erase-user --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada --confirm sessions.db
     """
-    with runner_for(db) as call:
-        if not dry_run:
-            require_confirmation(call(db.describe()), confirm, "erase a user of this database")
-        result = call(maintenance.erase_user(db, dry_run=dry_run, **options))
+    change = "" if dry_run else "erase a user of this database"
+    result = run(db, maintenance.erase_user, change=change, dry_run=dry_run, **options)
     print_result(result, erasure_notes(result, dry_run))
     if options["rewrite"] and not dry_run and not result.cleared:
         sys.exit(1)

@@ -3,16 +3,16 @@
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from adk_secure_sessions.cli import notes
-from adk_secure_sessions.cli.confirm import require_confirmation, with_confirm
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
     with_all,
+    with_confirm,
     with_dry_run,
     with_speed,
     with_store,
@@ -175,7 +175,7 @@ def retire(db: Database, **options: Any) -> None:
 @with_confirm
 @with_speed
 @on_database()
-def separate(db: Database, confirm: str | None, **options: Any) -> None:
+def separate(db: Database, **options: Any) -> None:
     """Give a copy of a database an id and keys of its own.
 
     Run the command on the copy, for example a staging clone, before a service uses the copy.
@@ -188,10 +188,8 @@ def separate(db: Database, confirm: str | None, **options: Any) -> None:
       adk-secure-sessions separate --db sqlite:///staging.db --key file:root.key \\
           --confirm staging.db
     """
-    with runner_for(db) as call:
-        require_confirmation(call(db.describe()), confirm, "replace all keys of this database")
-        with progress("separate") as report:
-            result = call(maintenance.separate(db, progress=report, **options))
+    change = "replace all keys of this database"
+    result = run(db, maintenance.separate, label="separate", change=change, **options)
     print_result(result, notes.separation_notes(result))
 
 
@@ -204,7 +202,7 @@ def separate(db: Database, confirm: str | None, **options: Any) -> None:
 )
 @with_confirm
 @on_database()
-def move_keys(db: Database, to: Literal["key-db", "db"], confirm: str | None) -> None:
+def move_keys(db: Database, **options: Any) -> None:
     """Move all keys into a key database, or from a key database back into the database.
 
     Stop all services first.  Services reject the databases until the move has ended.  If the
@@ -216,8 +214,6 @@ def move_keys(db: Database, to: Literal["key-db", "db"], confirm: str | None) ->
       adk-secure-sessions move-keys --db sqlite:///sessions.db --key-db sqlite:///keys.db \\
           --to key-db --key file:root.key --confirm sessions.db
     """
-    with runner_for(db) as call:
-        require_confirmation(call(db.describe()), confirm, "move the keys of this database")
-        with progress("move-keys", "data keys") as report:
-            result = call(maintenance.move_keys(db, to, progress=report))
+    options |= {"nouns": "data keys", "change": "move the keys of this database"}
+    result = run(db, maintenance.move_keys, label="move-keys", **options)
     print_result(result, notes.key_move_notes(result))
