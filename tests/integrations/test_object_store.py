@@ -75,8 +75,8 @@ async def read(store: BlobStore, name: str, size: int) -> bytes:
     return b"".join([piece async for piece in store.get_stream(name, size)])
 
 
-async def listed(store: BlobStore) -> list[StoredBlob]:
-    return [blob async for blob in store.list()]
+async def listed(store: BlobStore) -> dict[str, StoredBlob]:
+    return await store.stored_blobs()
 
 
 # --- contents ------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ async def test_listing_names_whole_blobs_with_their_size(
     for size, name in zip((10, 1000, 12_500), names, strict=True):
         await store.put_stream(name, pieces_of(content(size)))
     blobs = await listed(store)
-    assert [(blob.name, blob.size) for blob in blobs] == list(
+    assert [(name, blobs[name].size) for name in sorted(blobs)] == list(
         zip(names, (10, 1000, 12_500), strict=True)
     )
-    assert all(before - 2 < blob.modified < time.time() + 2 for blob in blobs)
+    assert all(before - 2 < blob.modified < time.time() + 2 for blob in blobs.values())
 
 
 async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_objects: None) -> None:
@@ -126,7 +126,7 @@ async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_obje
     for each in (name, other):
         await store.put_stream(each, pieces_of(content(2500)))
     await store.delete(name)
-    assert [blob.name for blob in await listed(store)] == [other]
+    assert list(await listed(store)) == [other]
     assert await store.size(name) is None
     await store.delete(name)
 
@@ -155,7 +155,7 @@ async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore)
         await store.unmark(name)
         await store.unmark(name)
     assert await store.marks() == {}
-    assert [blob.name for blob in await listed(store)] == [other]
+    assert list(await listed(store)) == [other]
 
 
 async def test_clock_of_the_store_is_read_without_a_trace(store: BlobStore) -> None:
@@ -176,18 +176,18 @@ async def test_blobs_and_marks_of_another_prefix_are_not_listed(
         one, other = (ArtifactStore(root, options=options).blobs(prefix) for prefix in ("a", "ab"))
         await other.put_stream(new_name(), pieces_of(b"x"))
         await other.mark(new_name())
-        assert (await listed(one), len(await listed(other))) == ([], 1)
+        assert (await listed(one), len(await listed(other))) == ({}, 1)
         assert (await one.marks(), len(await other.marks())) == ({}, 1)
 
 
 async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/readme.txt", Body=b"x")
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{new_name()}/x/0", Body=b"x")
-    assert await listed(ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)) == []
+    assert await listed(ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)) == {}
     directory = ArtifactStore(tmp_path).blobs(PREFIX)
     (tmp_path / PREFIX / "folder").mkdir(parents=True)
     (tmp_path / PREFIX / "readme.txt").write_text("x")
-    assert await listed(directory) == []
+    assert await listed(directory) == {}
 
 
 async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -> None:
@@ -203,7 +203,7 @@ async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -
     (tmp_path / below / new_name()).symlink_to(tmp_path / below / "readme.txt")
     for store in (bucket, directory):
         assert len(await store.marks()) == 1
-        assert await listed(store) == []
+        assert await listed(store) == {}
 
 
 # --- what was changed in the store ---------------------------------------------------------------
@@ -263,7 +263,7 @@ async def test_upload_whose_source_fails_leaves_nothing(
 ) -> None:
     with pytest.raises(LookupError, match="of the source"):
         await store.put_stream(new_name(), failing(count))
-    assert await listed(store) == []
+    assert await listed(store) == {}
 
 
 async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: None) -> None:
@@ -280,7 +280,7 @@ async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: 
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
-    assert await listed(store) == []
+    assert await listed(store) == {}
 
 
 async def test_reader_that_stops_early_ends_the_read(store: BlobStore, small_objects: None) -> None:
@@ -581,7 +581,7 @@ async def test_failure_of_the_file_system_is_our_error(
         await store.put_stream(new_name(), pieces_of(b"content"))
     assert info.value.retryable is retryable
     assert "needle" not in str(info.value)
-    assert await listed(store) == []
+    assert await listed(store) == {}
 
 
 def test_file_where_the_directory_should_be_is_our_error(tmp_path: Path) -> None:
@@ -597,7 +597,7 @@ async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -
     (tmp_path / PREFIX / partial / "0").write_bytes(b"half")
     os.utime(tmp_path / PREFIX / partial / "0", (1000, 1000))
     os.utime(tmp_path / PREFIX / empty, (2000, 2000))
-    assert await listed(store) == [StoredBlob(empty, 0, 2000), StoredBlob(partial, 4, 1000)]
+    assert await listed(store) == {empty: StoredBlob(0, 2000), partial: StoredBlob(4, 1000)}
     for name in (empty, partial):
         await store.delete(name)
     assert list((tmp_path / PREFIX).iterdir()) == []

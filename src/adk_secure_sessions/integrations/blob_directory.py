@@ -178,12 +178,12 @@ class BlobDirectory(BlobStore):
         with suppress(FileNotFoundError), self._folder() as prefix:
             if folder is not None:
                 return _objects_in(prefix, folder)
-            folders = sorted(
-                entry.name
+            return [
+                found
                 for entry in prefix.entries()
                 if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            )
-            return [found for one in folders for found in _objects_in(prefix, one)]
+                for found in _objects_in(prefix, entry.name)
+            ]
         return []
 
     async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:

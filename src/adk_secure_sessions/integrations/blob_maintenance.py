@@ -104,7 +104,7 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
     """
     store = as_artifact_store(store)
     blobs = await blobs_of_database(db, store)
-    stored = {blob.name: blob.size async for blob in blobs.list()}
+    stored = await blobs.stored_blobs()
     marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
     problems = Problems()
     result = BlobCheck()
@@ -117,8 +117,8 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
                 continue
             named.add(blob.name)
             row = f"{collection.version.session_row}, {version.item}"
-            listed = stored.get(blob.name) if blob.prefix == blobs.prefix else None
-            if problem := await storage_error(store, blob, listed):
+            found = stored.get(blob.name) if blob.prefix == blobs.prefix else None
+            if problem := await storage_error(store, blob, found and found.size):
                 result.missing += 1
                 problems.add_error(problem.about(f"its blob {blob.name}"), events.name, row)
             elif blob.name in marks:
@@ -192,7 +192,7 @@ async def purge_blobs(
     blobs = await blobs_of_database(db, as_artifact_store(store))
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.
-    written = {blob.name: blob.modified async for blob in blobs.list()}
+    stored = await blobs.stored_blobs()
     if dry_run:
         marks, now = await blobs.marks(), time.time()
     else:
@@ -218,16 +218,16 @@ async def purge_blobs(
     old = now - older_than.total_seconds()
     due = [name for name in marks.keys() & again.keys() if again[name] < old]
     young = now - _MAX_UPLOAD_TIME.total_seconds()
-    new = [name for name in written.keys() - named - marks.keys() if written[name] < young]
+    new = [name for name in stored.keys() - named - marks.keys() if stored[name].modified < young]
     if not dry_run:
         for name in new:
             await blobs.mark(name)
         for name in due:
-            if name in written:  # otherwise, the blob was deleted by a run that was killed here
+            if name in stored:  # otherwise, the blob was deleted by a run that was killed here
                 await blobs.delete(name)
             await blobs.unmark(name)
-    result.deleted = len(written.keys() & due)
-    result.marked = len(written.keys() & marks.keys()) - result.deleted + len(new)
+    result.deleted = len(stored.keys() & due)
+    result.marked = len(stored.keys() & marks.keys()) - result.deleted + len(new)
     return result
 
 

@@ -47,7 +47,6 @@ class Blob(HoldsSecrets):
 class StoredBlob(NamedTuple):
     """A blob in the store, which may be incomplete."""
 
-    name: str
     size: int  # bytes
     modified: float  # of its last object: seconds since 1970, by the store's clock
 
@@ -156,9 +155,8 @@ class BlobStore(ABC):
 
     async def size(self, name: str) -> int | None:
         """Return the total size of the objects of the blob *name*; None if there is no object."""
-        async for blob in self.list(name):
-            return blob.size
-        return None
+        blob = (await self.stored_blobs(name)).get(name)
+        return None if blob is None else blob.size
 
     async def mark(self, name: str) -> None:
         """Mark the blob *name* as deleted, now; a mark that it has is replaced by a new one."""
@@ -188,20 +186,15 @@ class BlobStore(ABC):
             )
         return marks, marks.pop(probe)
 
-    async def list(self, name: str | None = None) -> AsyncIterator[StoredBlob]:
-        """Yield the blob *name*, by default all, including those of interrupted uploads."""
-        blob: StoredBlob | None = None
-        async for one in self._objects(name):  # the objects of one blob are adjacent
-            if not (BLOB_ID.fullmatch(one.folder) and NUMBER.fullmatch(one.name)):
-                continue
-            size, modified = one.size or 0, one.modified
-            if blob is not None and blob.name == one.folder:
-                size, modified = blob.size + size, max(blob.modified, modified)
-            elif blob is not None:
-                yield blob
-            blob = StoredBlob(one.folder, size, modified)
-        if blob is not None:
-            yield blob
+    async def stored_blobs(self, name: str | None = None) -> dict[str, StoredBlob]:
+        """Return the blob *name*, by default all, by name; also those of interrupted uploads."""
+        blobs: dict[str, StoredBlob] = {}
+        async for one in self._objects(name):
+            if BLOB_ID.fullmatch(one.folder) and NUMBER.fullmatch(one.name):
+                size, modified = blobs.get(one.folder, (0, one.modified))
+                size += one.size or 0
+                blobs[one.folder] = StoredBlob(size, max(modified, one.modified))
+        return blobs
 
     # --- what a kind of store implements ---------------------------------------------------------
 
@@ -233,7 +226,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
-        """Yield the objects in *folder*, or in all folders of blobs, folder by folder."""
+        """Yield the objects in *folder*, or in all folders of blobs."""
 
 
 def missing_blob(place: str) -> TamperedError:
