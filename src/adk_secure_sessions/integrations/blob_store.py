@@ -98,11 +98,11 @@ class BlobStore(ABC):
         try:
             async for data in regrouped(pieces, OBJECT_LENGTH):
                 if len(uploads) >= _PARALLEL:
-                    await _first_upload(uploads)
+                    done, uploads = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
+                    await at_once(*done)  # raises the error of an upload
                 uploads.add(asyncio.create_task(self._put(name, str(number), bytes(data))))
                 number += 1
-            while uploads:
-                await _first_upload(uploads)
+            await at_once(*uploads)
         except BaseException:
             cleanup = asyncio.ensure_future(self._discard(name, uploads))
             await wait_ignoring_cancel(cleanup)
@@ -131,20 +131,16 @@ class BlobStore(ABC):
             return
         numbers = range(start // OBJECT_LENGTH, -(-stop // OBJECT_LENGTH))
         parts = (self._part(name, size, number, start, stop) for number in numbers)
-        ahead: asyncio.Future[bytes] | None = None
+        ahead = asyncio.ensure_future(next(parts))
         try:
             for part in parts:
                 # Read the next object while the caller processes the previous one.
                 now, ahead = ahead, asyncio.ensure_future(part)
-                if now is not None:
-                    yield now.result() if now.done() else await now
-            if ahead is not None:
-                now, ahead = ahead, None
                 yield await now
+            yield await ahead
         finally:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
 
     async def _part(self, name: str, size: int, number: int, start: int, stop: int) -> bytes:
         first = number * OBJECT_LENGTH
@@ -235,10 +231,3 @@ def missing_blob(place: str) -> TamperedError:
         "it was written to",
         Reason.MISSING,
     )
-
-
-async def _first_upload(uploads: "set[asyncio.Task[None]]") -> None:
-    """Wait until an upload has ended, and remove it from *uploads*; raise its error, if any."""
-    done, _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
-    uploads -= done
-    await at_once(*done)
