@@ -83,13 +83,10 @@ def check(db: Database, timeout: float) -> None:
     """
 
     async def in_time(db: Database) -> "maintenance.Check":
-        limit = asyncio.timeout(timeout)
         try:
-            async with limit:
+            async with asyncio.timeout(timeout):
                 return await maintenance.check(db)
         except TimeoutError:
-            if not limit.expired():
-                raise
             raise Failure(
                 f"no answer from the database or the key service within {timeout:g} s: check that "
                 "they can be reached, or raise --timeout",
