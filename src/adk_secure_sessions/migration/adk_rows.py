@@ -21,15 +21,15 @@ from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
-from adk_secure_sessions.migration.sources import LIMITS, ConversionError, encoded_state
+from adk_secure_sessions.migration.sources import SEE_LIMITS, ConversionError, encoded_state
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
 Row = Sequence[Any]
 
-INSTALLED = f"the installed google-adk {adk_version}"
+INSTALLED_ADK = f"the installed google-adk {adk_version}"
 # google-adk before 1.17 stored `temp:` keys in the state delta of events.  An event whose JSON
-# contains this text is not stored as it is: `source_event` removes these keys first.
+# contains this text is not stored as it is: `convert_event` removes these keys first.
 _TEMPORARY = b'"temp:'
 
 
@@ -51,15 +51,15 @@ def to_bytes(value: object) -> bytes:
     raise ValueError("a column of text or bytes holds another type")
 
 
-def time_of(value: object, zone: tzinfo | None) -> int:
+def to_microseconds(value: object, zone: tzinfo | None) -> int:
     """Convert a time to microseconds since 1970, UTC."""
     try:
-        return microseconds(seconds_of(value, zone))
+        return microseconds(to_seconds(value, zone))
     except (OverflowError, ValueError):
         raise ConversionError("its create_time or update_time is not a time") from None
 
 
-def seconds_of(value: object, zone: tzinfo | None) -> float:
+def to_seconds(value: object, zone: tzinfo | None) -> float:
     """Convert a time to seconds since 1970, UTC.
 
     *value* may be a datetime; or text, as SQLite stores a datetime; or seconds since 1970.  *zone*
@@ -76,21 +76,21 @@ def seconds_of(value: object, zone: tzinfo | None) -> float:
     return of_datetime(value) / 1_000_000
 
 
-def state_of(value: object) -> bytes:
+def convert_state(value: object) -> bytes:
     """Return the JSON of a state as this package stores it."""
     try:
         state = json_text.loads(to_bytes(value))
     except (DecryptionError, ValueError):
-        problem = f"its state is not a JSON object, or exceeds a limit: {LIMITS}"
+        problem = f"its state is not a JSON object, or exceeds a limit: {SEE_LIMITS}"
         raise ConversionError(problem) from None
     return encoded_state(state)
 
 
-def check_names(app_name: str, user_id: str = "", session_id: str = "") -> None:
+def require_valid_ids(app_name: str, user_id: str = "", session_id: str = "") -> None:
     try:
         check_ids(app_name, user_id, session_id)
     except ValueError as error:  # the text of the error contains no name
-        raise ConversionError(f"{error}: {LIMITS}") from None
+        raise ConversionError(f"{error}: {SEE_LIMITS}") from None
 
 
 # --- Events --------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ EventReader = Callable[[Row, tzinfo | None], SourceEvent]
 JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 
 
-def event_of_json(row: Row, zone: tzinfo | None, *, overrides: bool = True) -> SourceEvent:
+def convert_json_row(row: Row, zone: tzinfo | None, *, overrides: bool = True) -> SourceEvent:
     """Convert the columns `JSON_COLUMNS` of google-adk's tables with JSON.
 
     In schema v1, the columns `id` and `invocation_id` override the fields of the JSON.
@@ -113,10 +113,10 @@ def event_of_json(row: Row, zone: tzinfo | None, *, overrides: bool = True) -> S
     if overrides:
         names["invocation_id"] = to_text(invocation_id)
     stored = b"{}" if event_data is None else to_bytes(event_data)
-    return event_of(stored, names, timestamp, zone, overrides=overrides)
+    return convert_event_json(stored, names, timestamp, zone, overrides=overrides)
 
 
-def event_of(
+def convert_event_json(
     stored: bytes,
     columns: dict[str, str],
     timestamp: object,
@@ -141,8 +141,8 @@ def event_of(
         if overrides or not fields.get(name):
             fields[name] = value
     if fields.get("timestamp") is None:
-        fields["timestamp"] = seconds_of(timestamp, zone)
-    return source_event(validated(Event, fields))
+        fields["timestamp"] = to_seconds(timestamp, zone)
+    return convert_event(validated(Event, fields))
 
 
 _TEXTS = ("id", "invocation_id", "author", "branch", "error_code", "error_message")
@@ -161,7 +161,7 @@ PICKLED_COLUMNS = (*_TEXTS, *_FLAGS, *_MODELS, *_OTHERS)
 JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
 
 
-def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> SourceEvent:
+def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> SourceEvent:
     fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
     pickled = fields["actions"]
     ids = fields.pop("long_running_tool_ids_json")
@@ -169,15 +169,15 @@ def event_of_pickle(read: PickleReader, row: Row, zone: tzinfo | None) -> Source
     fields |= {name: bool(fields[name]) for name in _FLAGS if fields[name] is not None}
     fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
     fields |= {
-        "timestamp": seconds_of(fields["timestamp"], zone),
+        "timestamp": to_seconds(fields["timestamp"], zone),
         "custom_metadata": _loads(fields["custom_metadata"]),
         "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
         "actions": EventActions() if pickled is None else read.read(to_bytes(pickled)),
     }
-    return source_event(Event(**fields))
+    return convert_event(Event(**fields))
 
 
-def source_event(event: Event) -> SourceEvent:
+def convert_event(event: Event) -> SourceEvent:
     """Convert *event*, which gets an id and loses its `temp:` keys, as google-adk stores it."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})
@@ -203,7 +203,7 @@ def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
     return validated(kind, decoded) if isinstance(decoded, dict) else None
 
 
-def zone_of_sessions(dialect: str) -> tzinfo | None:
+def sessions_time_zone(dialect: str) -> tzinfo | None:
     """Return the time zone of the times in the table `sessions`; None is this process's local zone.
 
     The result is the zone that the installed google-adk assumes when it reads these times.  The

@@ -24,7 +24,7 @@ from adk_secure_sessions.migration.adk_rows import EventReader, Row
 from adk_secure_sessions.migration.pickled_actions import PickleReader, PickleReaderError
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
-    LIMITS,
+    SEE_LIMITS,
     ConversionError,
     Ids,
     Selection,
@@ -38,7 +38,7 @@ LOOKUP_PAGE = 500  # the maximum number of sessions that `AdkQueries.lookup` ret
 STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` returns at once
 # PostgreSQL returns the compressed size of a value; the size is estimated as this multiple of it.
 _COMPRESSION = 3
-_UNREADABLE_EVENT = f"{adk_rows.INSTALLED} cannot read it, or it exceeds a limit: {LIMITS}"
+_UNREADABLE_EVENT = f"{adk_rows.INSTALLED_ADK} cannot read it, or it exceeds a limit: {SEE_LIMITS}"
 _SAMPLES = 50  # the number of states that `_first_and_last_states` reads at each end of a table
 _NOT_TEXT = (
     "an app_name, user_id or id that is not text in UTF-8, so that google-adk cannot read it, "
@@ -129,13 +129,13 @@ class AdkQueries:
         self.kind: TableKind = own_kinds[0]
         self.dialect: str = connection.dialect.name
         self._is_mysql = self.dialect in _MYSQL
-        self.sessions_zone: tzinfo | None = adk_rows.zone_of_sessions(self.dialect)
+        self.sessions_zone: tzinfo | None = adk_rows.sessions_time_zone(self.dialect)
         self._events_zone: tzinfo = UTC
         if time_zone is not None:
             self._events_zone = time_zone
             if self.dialect != "sqlite":
                 self.sessions_zone = time_zone
-        self._check_names(connection)
+        self._require_text_ids(connection)
         inspector = sa.inspect(connection)
         # Whether `events` has an index on the session's ids.  google-adk 1.28 and later create this
         # index when they open a database.
@@ -145,14 +145,14 @@ class AdkQueries:
         )
         present = {column["name"] for column in inspector.get_columns("events")}
         columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
-        self._read_event: EventReader = adk_rows.event_of_json
+        self._read_event: EventReader = adk_rows.convert_json_row
         self.pickles: PickleReader | None = None  # of schema v0
         if self.kind is TableKind.ADK_V0:
             columns = adk_rows.PICKLED_COLUMNS
             self.pickles = PickleReader()
-            self._read_event = partial(adk_rows.event_of_pickle, self.pickles)
+            self._read_event = partial(adk_rows.convert_pickle_row, self.pickles)
         elif self.kind is TableKind.ADK_SQLITE:
-            self._read_event = partial(adk_rows.event_of_json, overrides=False)
+            self._read_event = partial(adk_rows.convert_json_row, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
             self._json(_e.c[name])
@@ -170,7 +170,7 @@ class AdkQueries:
 
     def _of_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
         name = selection.app_name
-        return [] if name is None else [is_name(self.dialect, table.c.app_name, name)]
+        return [] if name is None else [is_exactly(self.dialect, table.c.app_name, name)]
 
     def count(self, connection: sa.Connection, selection: Selection) -> int:
         sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(selection))
@@ -204,19 +204,17 @@ class AdkQueries:
         size: sa.ColumnElement[Any],
     ) -> AdkPage[tuple[SourceSession, Any, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
-        chosen = sa.select(*_SESSION_KEY, *_columns(state))
-        chosen = chosen.where(*conditions, *self._after(_SESSION_KEY, after))
+        conditions = [*conditions, *self._after(_SESSION_KEY, after)]
+        chosen = sa.select(*_SESSION_KEY, *_columns(state)).where(*conditions)
         rows: Sequence[Any]
         rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(limit)).all()
         if not rows:
             return [], None
         keys = [self._text_ids(row[:3]) for row in rows]
-        counting = sa.select(*_SESSION_KEY, sa.func.count(), size)
-        counting = counting.join_from(_s, _e, _OF_SESSION).group_by(*_SESSION_KEY)
-        counting = counting.where(*conditions, *self._after(_SESSION_KEY, after))
-        counting = counting.where(sa.not_(self._is_after(_SESSION_KEY, keys[-1])))
-        counts: dict[tuple[Any, ...], Any]
-        counts = {tuple(row[:3]): row[3:] for row in connection.execute(counting)}
+        counting = sa.select(*_SESSION_KEY, sa.func.count(), size).join_from(_s, _e, _OF_SESSION)
+        in_page = [*conditions, sa.not_(self._is_after(_SESSION_KEY, keys[-1]))]
+        counted = connection.execute(counting.where(*in_page).group_by(*_SESSION_KEY))
+        counts: dict[tuple[Any, ...], Any] = {tuple(row[:3]): row[3:] for row in counted}
         sessions = []
         for key, row in zip(keys, rows, strict=True):
             number, total = counts.get(tuple(row[:3]), (0, 0))
@@ -240,7 +238,7 @@ class AdkQueries:
         dialect_of(connection).lock_tables(connection, *TABLES)
         if self._is_mysql:  # each query then locks the rows and gaps that it reads
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE").close()
-        self._check_names(connection)  # no page has such a row, so nobody has compared it
+        self._require_text_ids(connection)  # no page has such a row, so nobody has compared it
 
     def delete_all(self, connection: sa.Connection) -> tuple[int, int, int]:
         events, sessions, *states = (
@@ -273,7 +271,7 @@ class AdkQueries:
     ) -> AdkPage[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
-        named = [is_name(self.dialect, column, name) for column, name in pairs]
+        named = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions, position = self._sessions(
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
@@ -309,10 +307,10 @@ class AdkQueries:
 
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
         """Convert a row of `with_events` or `lookup`, and the rows of its events."""
-        adk_rows.check_names(*session.ids)
+        adk_rows.require_valid_ids(*session.ids)
         state = self.convert_state(row.state)
-        created_at = adk_rows.time_of(row.create_time, self.sessions_zone)
-        updated_at = adk_rows.time_of(row.update_time, self.sessions_zone)
+        created_at = adk_rows.to_microseconds(row.create_time, self.sessions_zone)
+        updated_at = adk_rows.to_microseconds(row.update_time, self.sessions_zone)
         events: list[SourceEvent] = []
         for columns in history:
             try:
@@ -328,7 +326,7 @@ class AdkQueries:
         return SessionContent(state, events, created_at, updated_at)
 
     def convert_state(self, stored: object) -> bytes:
-        return adk_rows.state_of(stored)
+        return adk_rows.convert_state(stored)
 
     def convert_event(self, row: Row) -> SourceEvent:
         """Convert an event, or raise any kind of error; only ConversionError has a reason."""
@@ -369,7 +367,7 @@ class AdkQueries:
         rows = connection.execute(query.where(*self._of_app(_s, selection)))
         return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
 
-    def _check_names(self, connection: sa.Connection) -> None:
+    def _require_text_ids(self, connection: sa.Connection) -> None:
         """On SQLite, raise ConfigurationError if a name is not a text.
 
         A column of SQLite may hold values of any type.  SQLite sorts a number before every text and
@@ -411,8 +409,8 @@ class AdkQueries:
     def _after(
         self, columns: Sequence[sa.ColumnElement[Any]], key: Ids | None
     ) -> list[sa.ColumnElement[bool]]:
-        # `_check_names` has rejected other types.  But an attacker may add rows since then: a BLOB
-        # is after every text, so the rows would come again in each page.
+        # `_require_text_ids` has rejected other types.  But an attacker may add rows since then: a
+        # BLOB is after every text, so the rows would come again in each page.
         are_text = [
             sa.func.typeof(column) == "text" for column in columns if self.dialect == "sqlite"
         ]
@@ -457,7 +455,7 @@ class AdkQueries:
         return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
 
 
-def is_name(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.ColumnElement[bool]:
+def is_exactly(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.ColumnElement[bool]:
     """Return the condition that *column* is *name*, also if its collation ignores differences."""
     if not can_store(dialect, name):
         return sa.false()
@@ -475,7 +473,7 @@ def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
 
 
 def _time_as_text(time: Any) -> str:
-    # Raise no error for bytes that are not UTF-8: `adk_rows.time_of` rejects them later, and then
+    # Raise no error for bytes that are not UTF-8: `to_microseconds` rejects them later, and then
     # only this session is unreadable.
     return time.decode(errors="backslashreplace") if isinstance(time, bytes) else str(time)
 

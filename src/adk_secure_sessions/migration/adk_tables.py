@@ -23,7 +23,7 @@ from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
-from adk_secure_sessions.migration.adk_rows import check_names, time_of
+from adk_secure_sessions.migration.adk_rows import require_valid_ids, to_microseconds
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     SESSIONS,
@@ -117,7 +117,7 @@ class AdkTables(Source):
         work = partial(describe, table=SESSIONS, updated_at="update_time")
         found = await self.run_in_snapshot(work)
         try:
-            updated_at = time_of(found.updated_at, queries.sessions_zone)
+            updated_at = to_microseconds(found.updated_at, queries.sessions_zone)
         except ConversionError:
             updated_at = None
         return found._replace(updated_at=updated_at)
@@ -241,7 +241,7 @@ def _contents(
 
 
 def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> bytes:
-    check_names(*key)
+    require_valid_ids(*key)
     return queries.convert_state(stored)
 
 

@@ -10,7 +10,6 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,14 @@ from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import zone_of_sessions
-from adk_secure_sessions.migration.adk_sql import SESSIONS, TableKind, can_store, is_name, kinds_in
+from adk_secure_sessions.migration.adk_rows import sessions_time_zone
+from adk_secure_sessions.migration.adk_sql import (
+    SESSIONS,
+    TableKind,
+    can_store,
+    is_exactly,
+    kinds_in,
+)
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences, is_same_state
 from adk_secure_sessions.migration.sources import (
@@ -47,7 +52,8 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 
 T = TypeVar("T")
 MISSING = "the target does not have it"
-_STATE = "its state differs"
+_NOT_STORED = Unreadable(MISSING)
+_STATE_DIFFERS = "its state differs"
 
 _MICROSECOND = timedelta(microseconds=1)
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
@@ -106,7 +112,7 @@ class AdkTarget(ClosedByWith):
 
     # --- write -----------------------------------------------------------------------------------
 
-    def rows_of(self, ids: Ids, content: SessionContent) -> SessionRows:
+    def to_rows(self, ids: Ids, content: SessionContent) -> SessionRows:
         """Return the rows that google-adk reads as this session, or raise ConversionError."""
         app_name, user_id, session_id = ids
         self._check_texts(*ids)
@@ -155,7 +161,7 @@ class AdkTarget(ClosedByWith):
         if reason is None:
             return True
         difference = await self.state_difference(owner, state)
-        if difference == _STATE:
+        if difference == _STATE_DIFFERS:
             raise ConversionError("the target has another state, which was not changed")
         if difference is not None:
             raise ConversionError(reason)
@@ -167,21 +173,28 @@ class AdkTarget(ClosedByWith):
         """Return how sessions of the target differ from *contents*; None for one that does not."""
         listed = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
         found = await self._reader.read(listed)
-        pairs = zip(listed, contents.items(), strict=True)
-        return {ids: _difference(content, found.get(one)) for one, (ids, content) in pairs}
+        differing: dict[Ids, str | None] = {}
+        for session, (ids, content) in zip(listed, contents.items(), strict=True):
+            stored = found.get(session, _NOT_STORED)
+            if isinstance(stored, Unreadable):
+                differing[ids] = stored.reason
+            else:  # PostgreSQL's JSONB returns large floats as integers
+                content = content._replace(expires_at=None)
+                differing[ids] = differences(content, stored, numbers_may_differ=True) or None
+        return differing
 
     async def state_difference(self, owner: Ids, state: bytes) -> str | None:
         """Return how a state of the target differs from *state*; None if both are equal."""
-        found = await self._reader.state(*owner)
-        if found is None:
-            return MISSING
+        found = await self._reader.state(*owner) or _NOT_STORED
         if isinstance(found, Unreadable):
             return found.reason
-        return None if is_same_state(found, state, by_value=True) else _STATE
+        return None if is_same_state(found, state, numbers_may_differ=True) else _STATE_DIFFERS
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         given = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))
-        named = [is_name(self._dialect, column, name) for column, name in given if name is not None]
+        named = [
+            is_exactly(self._dialect, column, name) for column, name in given if name is not None
+        ]
         query = sa.select(sa.func.count()).select_from(SESSIONS).where(*named)
         return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
 
@@ -189,7 +202,10 @@ class AdkTarget(ClosedByWith):
 
     def _event(self, event: SourceEvent, number: int) -> dict[str, object]:
         name = f"event {number + 1}"
-        parsed = _parsed_event(event, name)
+        try:
+            parsed = events.decode(event.plaintext)
+        except (ConfigurationError, DecryptionError):
+            raise ConversionError(f"the installed google-adk cannot read {name}") from None
         if "id" not in parsed.model_fields_set or not parsed.id:
             raise ConversionError(f"{name} has no id")
         self._check_texts(parsed.id, parsed.invocation_id)
@@ -197,7 +213,7 @@ class AdkTarget(ClosedByWith):
             "id": parsed.id,
             "invocation_id": parsed.invocation_id,
             "timestamp": _event_moment(name, parsed.timestamp),
-            "event_data": self._json(json_of(event)),
+            "event_data": self._json(event_json(event)),
         }
 
     def _keep_order(self, rows: list[dict[str, Any]], history: Sequence[SourceEvent]) -> None:
@@ -238,7 +254,7 @@ class AdkTarget(ClosedByWith):
     def _session_moment(self, name: str, time: int) -> datetime:
         """Return a time in the zone in which the installed google-adk reads it."""
         try:
-            moment = datetime_of(time).astimezone(zone_of_sessions(self._dialect))
+            moment = datetime_of(time).astimezone(sessions_time_zone(self._dialect))
         except (OverflowError, ValueError):
             raise ConversionError(f"{name} is out of range") from None
         return moment.replace(tzinfo=None)
@@ -317,23 +333,8 @@ def create_private_file(path: Path) -> None:
         )
 
 
-def _difference(content: SessionContent, stored: SessionContent | Unreadable | None) -> str | None:
-    if stored is None:
-        return MISSING
-    if isinstance(stored, Unreadable):
-        return stored.reason
-    # PostgreSQL's JSONB returns large floats as integers.
-    return differences(content._replace(expires_at=None), stored, by_value=True) or None
-
-
-def json_of(event: SourceEvent) -> bytes:
+def event_json(event: SourceEvent) -> bytes:
     return event.plaintext[json_text.version_end(event.plaintext) :]
-
-
-def _parsed_event(event: SourceEvent, name: str) -> Event:
-    with suppress(ConfigurationError, DecryptionError):
-        return events.decode(event.plaintext)
-    raise ConversionError(f"the installed google-adk cannot read {name}")
 
 
 def _event_moment(name: str, seconds: float) -> datetime:

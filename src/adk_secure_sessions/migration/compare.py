@@ -17,7 +17,7 @@ from adk_secure_sessions.migration.source_scan import (
     SessionItem,
     SourceScan,
     StateItem,
-    undecryptable,
+    undecryptable_reason,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
@@ -189,7 +189,7 @@ class ComparisonRun:
         try:
             copy = await session_content(self._db, *item.ids)
         except ROW_ERRORS as error:
-            return undecryptable(error)
+            return undecryptable_reason(error)
         if copy is None or item.status is ImportStatus.DELETED:
             return ""
         copied = item.copied_events if item.status is ImportStatus.CONTINUED else None
@@ -218,7 +218,7 @@ class ComparisonRun:
         try:
             stored = await owner_state(self._db, *item.ids)
         except ROW_ERRORS as error:
-            return undecryptable(error)
+            return undecryptable_reason(error)
         is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
         return "" if is_later or is_same_state(state, stored) else _REASONS[item.status]
 
@@ -231,17 +231,17 @@ def differences(
     copy: SessionContent,
     *,
     copied: int | None = None,
-    by_value: bool = False,
+    numbers_may_differ: bool = False,
 ) -> str:
     """Return the fields in which a session and its copy differ, as a reason; empty if in none.
 
     If services have continued the copy, only `created_at` and the first *copied* events are
-    compared.  If *by_value* is True, `1` and `1.0` are the same.
+    compared.  If *numbers_may_differ* is True, `1` and `1.0` are the same.
     """
     fields = []
     if copied is None:
         copied = len(copy.events)
-        if not is_same_state(content.state, copy.state, by_value=by_value):
+        if not is_same_state(content.state, copy.state, numbers_may_differ=numbers_may_differ):
             fields.append("state")
         if content.updated_at != copy.updated_at:
             fields.append("updated_at")
@@ -252,12 +252,11 @@ def differences(
         fields.append("created_at")
     if len(content.events) != copied:
         fields.append(f"number of events ({len(content.events)}, {copied})")
-    for number, (event, other) in enumerate(
-        zip(content.events, copy.events[:copied], strict=False), 1
-    ):
+    pairs = zip(content.events, copy.events[:copied], strict=False)
+    for number, (event, other) in enumerate(pairs, 1):
         if event.time != other.time:
             fields.append(f"time of event {number}")
-        elif event.plaintext != other.plaintext and not _is_same_event(event, other, by_value):
+        elif not _is_same_event(event, other, numbers_may_differ):
             fields.append(f"event {number}")
         else:
             continue
@@ -265,12 +264,14 @@ def differences(
     return f"different: {', '.join(fields)}" if fields else ""
 
 
-def is_same_state(state: bytes, other: bytes, *, by_value: bool = False) -> bool:
+def is_same_state(state: bytes, other: bytes, *, numbers_may_differ: bool = False) -> bool:
     values = map(json_text.load_state, (state, other))
-    return state == other or json_text.same_json(*values, numbers_may_differ=by_value)
+    return state == other or json_text.same_json(*values, numbers_may_differ=numbers_may_differ)
 
 
-def _is_same_event(event: SourceEvent, other: SourceEvent, by_value: bool) -> bool:
+def _is_same_event(event: SourceEvent, other: SourceEvent, numbers_may_differ: bool) -> bool:
+    if event.plaintext == other.plaintext:
+        return True
     _, fields = json_text.read_event(event.plaintext)
     _, others = json_text.read_event(other.plaintext)
-    return json_text.same_json(fields, others, numbers_may_differ=by_value)
+    return json_text.same_json(fields, others, numbers_may_differ=numbers_may_differ)

@@ -23,7 +23,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     scan_sessions,
 )
 from adk_secure_sessions.migration.sources import (
-    LIMITS,
+    SEE_LIMITS,
     Ids,
     Selection,
     SessionContent,
@@ -129,7 +129,7 @@ class EncryptedSource(Source):
                     except ROW_ERRORS as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
-                        states[ids] = Unreadable(reason_of(error), has_ids=False)
+                        states[ids] = Unreadable(safe_reason(error), has_ids=False)
                 yield states
 
     async def has_others(self) -> bool:
@@ -167,7 +167,7 @@ def _is_wanted(session: ScannedSession, selection: Selection) -> bool:
 def _source_session(session: ScannedSession) -> SourceSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
     if isinstance(ids, Exception):
-        return SourceSession("", "", name, "", reason_of(ids))
+        return SourceSession("", "", name, "", safe_reason(ids))
     # Each change of a session increases its revision; one that is created again has another row id.
     return SourceSession(*ids, f"{session.id}.{session.row.revision}")
 
@@ -178,7 +178,7 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
     try:
         content = await session_content(db, *session.ids)
     except ROW_ERRORS as error:
-        return Unreadable(reason_of(error))
+        return Unreadable(safe_reason(error))
     return None if content and content.has_expired else content
 
 
@@ -206,7 +206,7 @@ async def session_content(
             state = dump_state(values)
         except ValueError:  # together they are larger than one record
             reason = Reason.MALFORMED
-            raise DecryptionError(f"its state exceeds a limit: {LIMITS}", reason) from None
+            raise DecryptionError(f"its state exceeds a limit: {SEE_LIMITS}", reason) from None
     history = [SourceEvent(*pair) for pair in zip(loaded[1], operation.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
@@ -220,7 +220,7 @@ async def owner_state(db: Database, app_name: str, user_id: str | None = None) -
     return owner.state if owner else b"{}"
 
 
-def reason_of(error: Exception) -> str:
+def safe_reason(error: Exception) -> str:
     """Return the reason in *error*, one of `ROW_ERRORS`, without content."""
     return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
 

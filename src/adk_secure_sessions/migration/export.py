@@ -15,8 +15,8 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, json_of
-from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state, reason_of
+from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, event_json
+from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state, safe_reason
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -228,7 +228,7 @@ async def _write_sessions(
     suitable: dict[Ids, SessionRows] = {}
     for ids, content in batch.items():
         try:
-            suitable[ids] = target.rows_of(ids, content)
+            suitable[ids] = target.to_rows(ids, content)
         except ConversionError as error:
             failed[ids] = str(error)
     known = await target.differences({ids: batch[ids] for ids in suitable})
@@ -279,7 +279,7 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
         try:
             line = _line(ids, await state_of(ids[0]), await state_of(*ids[:2]), content)
         except ROW_ERRORS as error:
-            run.reject(ids, reason_of(error))
+            run.reject(ids, safe_reason(error))
             return False
         write(line)
         return True
@@ -313,7 +313,7 @@ def _line(
     if content is not None:
         times = map(_time_text, (content.created_at, content.updated_at, content.expires_at))
         state = content.state
-        history = b",".join(map(json_of, content.events))
+        history = b",".join(map(event_json, content.events))
     names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
     fields = dict(zip(("format", *names), (LINE_FORMAT, *(*ids, None)[:3], *times), strict=True))
     start = json_text.dumps(fields)[:-1]

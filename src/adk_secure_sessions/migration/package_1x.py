@@ -17,7 +17,7 @@ from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import Row, event_of, state_of, to_text
+from adk_secure_sessions.migration.adk_rows import Row, convert_event_json, convert_state, to_text
 from adk_secure_sessions.migration.adk_sql import AdkQueries, TableKind, kind_of_adk, not_plaintext
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
@@ -141,7 +141,7 @@ class _Package1xQueries(AdkQueries):
             plaintext = self._keys.decrypt(stored)
         except DecryptionError as error:
             raise ConversionError(f"its state: {error}") from None
-        return state_of(plaintext)
+        return convert_state(plaintext)
 
     def convert_event(self, row: Row) -> SourceEvent:
         event_id, invocation_id, timestamp, stored = row
@@ -154,4 +154,4 @@ class _Package1xQueries(AdkQueries):
         for name, column in names.items():
             if (fields.get(name) or column) != column:
                 raise ConversionError(f"its column {name} differs from its encrypted {name}")
-        return event_of(plaintext, names, timestamp, UTC)
+        return convert_event_json(plaintext, names, timestamp, UTC)

@@ -13,9 +13,9 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import check_names, source_event
+from adk_secure_sessions.migration.adk_rows import convert_event, require_valid_ids
 from adk_secure_sessions.migration.sources import (
-    LIMITS,
+    SEE_LIMITS,
     ConversionError,
     Selection,
     SessionContent,
@@ -198,17 +198,17 @@ class ServiceSource(Source):
 
 
 def _content(key: SourceSession, session: Session) -> SessionContent:
-    check_names(*key.ids)
+    require_valid_ids(*key.ids)
     state = encoded_state(json_text.split_scopes(session.state).session)
     converted: list[SourceEvent] = []
     for event in session.events:
         copied = event.model_copy(update={"actions": event.actions.model_copy()})
         try:
-            converted.append(source_event(copied))
+            converted.append(convert_event(copied))
         except ValueError:
             raise ConversionError(
                 f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "
-                f"form, or exceeds a limit: {LIMITS}"
+                f"form, or exceeds a limit: {SEE_LIMITS}"
             ) from None
     try:
         updated_at = microseconds(session.last_update_time)

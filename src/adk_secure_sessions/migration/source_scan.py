@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.row_scan import sessions_in_rows
-from adk_secure_sessions.migration.encrypted_source import reason_of
+from adk_secure_sessions.migration.encrypted_source import safe_reason
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
@@ -165,7 +165,7 @@ class SourceScan:
             for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids_or_error, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
-                    yield ids, tag, Unreadable(undecryptable(found.ids_or_error))
+                    yield ids, tag, Unreadable(undecryptable_reason(found.ids_or_error))
                     continue
                 ids = found.ids_or_error
                 has_expired = found.row.expires_at <= time_now()
@@ -258,9 +258,9 @@ def _copies(of_app: bool) -> sa.Select[Any]:
     return query.select_from(source)
 
 
-def undecryptable(error: Exception) -> str:
+def undecryptable_reason(error: Exception) -> str:
     """Return the reason of a finding; *error* is one of `ROW_ERRORS`."""
-    return f"the target cannot decrypt it: {reason_of(error)}"
+    return f"the target cannot decrypt it: {safe_reason(error)}"
 
 
 class DigestSet:

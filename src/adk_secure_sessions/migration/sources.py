@@ -13,7 +13,7 @@ from adk_secure_sessions.storage.features.imports import SourceEvent
 T = TypeVar("T")
 P = ParamSpec("P")
 
-LIMITS = "see docs/limits.md, Sizes"
+SEE_LIMITS = "see docs/limits.md, Sizes"
 # The ids of an app, a user or a session: an app name; and a user id; and a session id.
 Ids = tuple[str, ...]
 
@@ -114,7 +114,7 @@ def encoded_state(state: JsonObject) -> bytes:
     try:
         return encode_state(state)
     except ValueError:  # its text names keys of the state
-        raise ConversionError(f"its state exceeds a limit: {LIMITS}") from None
+        raise ConversionError(f"its state exceeds a limit: {SEE_LIMITS}") from None
 
 
 def try_convert(convert: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Unreadable:
