@@ -313,30 +313,28 @@ class _TrailChecker:
             self.add_bad(chain.hex(), Reason.MALFORMED, detail)
             return None
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
-        expected = 0
-        # The link of the record before; None if that record is bad.
-        known: bytes | None = NO_AUDIT_LINK
         end: _LastRecord | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
+            expected = 0 if end is None else end.number + 1
+            # The link of the record before; None if that record is bad or was removed.
+            known = NO_AUDIT_LINK if end is None else end.link
             if number != expected:
                 detail = f"the records {expected} to {number - 1} of the chain were removed"
                 self.add_bad(f"{chain.hex()}, {expected}", Reason.MISSING, detail)
                 known = None
-            expected = number + 1
             try:
                 context = record_context(self.keyring.database_id, chain, number, moment)
                 previous, fields = open_entry(cipher, context, record)
             except DecryptionError as error:
                 self.problems.add_error(error, audit_records.name, row)
-                known, end = None, _LastRecord(number, None)
+                end = _LastRecord(number, None)
                 continue
             if known is not None and previous != known:
                 detail = "it does not follow the record before it, which is from another copy"
                 self.add_bad(row, Reason.MISMATCH, detail)
-            known = link_of(context, record)
-            end = _LastRecord(number, known)
-            if heads.get(number, known) != known:
+            end = _LastRecord(number, link_of(context, record))
+            if heads.get(number, end.link) != end.link:
                 detail = "it is not the record that was logged: the chain was written again"
                 self.add_bad(row, Reason.MISMATCH, detail)
             self.records += 1

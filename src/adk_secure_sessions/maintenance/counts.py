@@ -8,7 +8,6 @@ next rotation, it is an older key, which `retire` deletes.
 
 from collections import Counter
 from collections.abc import Collection
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -164,10 +163,10 @@ def split_at_newest_named(
 ) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
     """Divide all data keys of an owner: older than the newest named one, this one, newer.
 
-    It is the newest key in *named*, or the newest of all if *named* is empty.  All generations must
-    be integers.
+    It is the newest key in *named*, or the newest of all if *named* is empty.
     """
-    ordered = sorted(rows, key=attrgetter("generation"))
+    # SQLite stores any type in any column.  A key with a modified generation cannot be unwrapped.
+    ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
     last = len(ordered) - 1
     at = max((n for n, row in enumerate(ordered) if row.id in named), default=last)
     return ordered[:at], ordered[at], ordered[at + 1 :]
@@ -183,9 +182,7 @@ async def newest_named_keys(
     """
     keys: dict[bytes, list[DataKeyRow]] = {}
     for row in (await db.runner.read_data_keys(owners)).data_keys:
-        # SQLite stores any type in any column, so a modified generation can have another type.
-        if isinstance(row.generation, int):
-            keys.setdefault(row.owner, []).append(row)
+        keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
     encrypting: dict[object, int] = {}  # the ids in the headers of the owners' rows
     for table, query in _HEADERS.items():

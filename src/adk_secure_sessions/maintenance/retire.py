@@ -201,10 +201,7 @@ async def _retire_data_keys(
     try:
         decrypted = await _decrypt_owner(db, owner_tag, rows, throttle)
     except ROW_ERRORS:
-        # SQLite stores any type in any column, so a modified generation may have another type.
-        sound = all(isinstance(row.generation, int) for row in rows)
-        older = sorted(rows, key=attrgetter("generation"))[:-1] if sound else rows
-        return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _select_unused(rows, (), None)
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
     has_key_database = db.runner.executors.has_key_database
@@ -300,8 +297,8 @@ def _select_unused(
       again with the newer key.
     - The owner's row names the key.  A service that writes with another backend may use the key.
     - A record has a header that names no key of the owner.  So the record may need any key.
-    - *headers* are None: the owner's row was deleted, or the owner's data keys have changed, since
-      the records were decrypted.
+    - *headers* are None: a record cannot be decrypted, or the owner's row was deleted, or the
+      owner's data keys have changed, since the records were decrypted.
     """
     if not rows:
         return _KeyDecision([], [])

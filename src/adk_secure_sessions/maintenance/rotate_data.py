@@ -22,7 +22,7 @@ from adk_secure_sessions.formats.records import (
     split_id,
     split_owner,
 )
-from adk_secure_sessions.keys.data_keys import DataKey, TransactionKeys
+from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
@@ -294,19 +294,17 @@ class DataRotationRun(RotationRun):
             return  # the owner was deleted since its tag was read
         if keys.current(tag) is None and not self._dry_run:
             return  # a rotation for another backend has replaced the new key: `_count_left` counts
-        await self._reencrypt(keys, tag, records)
-        await self._meter.advance(len(records))
+        new_ids = self._new_ids(keys, tag)
+        await self._reencrypt(keys, tag, new_ids, records)
         if table is apps:
             return
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
         # key older than that of the session, so events appended later use the new data key.
-        target = self._target(keys, tag)
-        current = build_header(target.backend_id, target.id) if target else b""
+        current = build_header(*new_ids) if new_ids else b""
         async for records in _records_of_sessions(
             self._db, app_name, row.id, current, self._problems
         ):
-            await self._reencrypt(keys, tag, records)
-            await self._meter.advance(len(records))
+            await self._reencrypt(keys, tag, new_ids, records)
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -324,34 +322,37 @@ class DataRotationRun(RotationRun):
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
             await self._db.runner.run_on_keys(lambda connection: connection.execute(query).close())
 
-    def _target(self, keys: TransactionKeys, owner_tag: bytes) -> DataKey | None:
-        """Return the data key with which to re-encrypt the owner's records, or None.
+    def _new_ids(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:
+        """Return the ids of the backend and the key that the owner's records are to have, or None.
 
         Return None if the current data key is not the newest one, or is older than the rotation, as
         in a dry run: `_reencrypt` then encrypts every record again, with the current key.
         """
-        current = keys.current(owner_tag)
-        if current is None or not keys.current_is_newest(owner_tag):
-            return None
-        return current if current.created_at >= self.result.since else None
+        key = keys.current(owner_tag)
+        if key and keys.current_is_newest(owner_tag) and key.created_at >= self.result.since:
+            return key.backend_id, key.id
+        return None
 
     async def _reencrypt(
-        self, keys: TransactionKeys, owner_tag: bytes, records: list[_EncryptedRecord]
+        self,
+        keys: TransactionKeys,
+        owner_tag: bytes,
+        new_ids: tuple[int, int] | None,
+        records: list[_EncryptedRecord],
     ) -> None:
-        """Re-encrypt the *records* that are not encrypted with the owner's current data key yet.
+        """Re-encrypt those *records* whose headers do not contain *new_ids* yet.
 
         A record that another process has changed since it was read is left unchanged.  Each
         re-encrypted record is read again before it is counted.
         """
-        target = self._target(keys, owner_tag)
-        new_ids = (target.backend_id, target.id) if target else None
+        await self._meter.advance(len(records))
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[_EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
             column = record.column
             try:
                 with locating_errors(column.name, record.name):
-                    if target is None or parse_header_or_none(record.stored) != new_ids:
+                    if new_ids is None or parse_header_or_none(record.stored) != new_ids:
                         context = column.context(record.ids, record.row)
                         plaintext = _plaintext(keys, owner_tag, context, column, record.stored)
                         old.append((record, context, plaintext))

@@ -187,13 +187,13 @@ class _MigrationRun:
     writes: bool
     skip_bad: bool
     lifetime: int | None  # microseconds
-    is_erased: bool = False  # whether `erase_source` may have deleted rows of the source
+    source_is_erased: bool = False  # whether `erase_source` may have deleted rows of the source
 
     async def copy(self) -> None:
         number = _IMPORTS_AT_ONCE
         if self.scan.index_master is not None:
             end = await self.target.imports.migration_end()
-            self.is_erased = end is not None and end.source_is_erased
+            self.source_is_erased = end is not None and end.source_is_erased
             dialect = await self.target.runner.run_on_data(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.scan.sessions():
@@ -227,7 +227,7 @@ class _MigrationRun:
 
     async def _import(self, item: SessionItem, content: SessionContent) -> ImportStatus:
         is_outdated = item.status is ImportStatus.OUTDATED
-        if is_outdated and self.is_erased and not await self._may_replace_copy(item, content):
+        if is_outdated and not await self._may_replace_copy(item, content):
             return ImportStatus.CONFLICT
         if not self.writes:
             return item.status
@@ -247,13 +247,13 @@ class _MigrationRun:
         return True
 
     async def _may_replace_copy(self, item: SessionItem, content: SessionContent) -> bool:
-        """Return True if the target has no copy, or if *content* begins with all its events.
+        """Return False if the source was erased, and *content* lacks events of the copy.
 
-        If the source was erased, the copy may be the only one, and somebody may since have
-        created another session with the same ids in the source.  Such a session must not
-        replace the copy.
+        The copy may then be the only one, and somebody may since have created another session with
+        the same ids in the source.  Such a session must not replace the copy.
         """
-        copy = await session_content(self.target, *item.ids)
+        is_only = self.source_is_erased
+        copy = await session_content(self.target, *item.ids) if is_only else None
         if copy is None:
             return True
         number = len(copy.events)
@@ -267,7 +267,7 @@ class _MigrationRun:
         elif item.content is not None and (status.is_due or status in CONFLICT_REASONS):
             if self.writes:
                 status = await self.target.imports.import_state(
-                    item.ids, item.content, replace=not self.is_erased
+                    item.ids, item.content, replace=not self.source_is_erased
                 )
             elif self.scan.index_master is not None:
                 status = await self._expected(item, item.content)
@@ -283,7 +283,7 @@ class _MigrationRun:
         copy = (await self.target.imports.rows_for([item.ids]))[item.ids]
         if copy.row.is_tombstone or copy.stored is None:
             return ImportStatus.DELETED
-        can_replace = copy.has_state(stored) and not self.is_erased
+        can_replace = copy.has_state(stored) and not self.source_is_erased
         return ImportStatus.OUTDATED if can_replace else ImportStatus.CONFLICT
 
     def _report_bad(self, item: SourceItem[Any], reason: str) -> None:
