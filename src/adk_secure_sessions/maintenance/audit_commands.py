@@ -24,19 +24,12 @@ from adk_secure_sessions.formats.times import of_datetime, time_now
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.counts import count_rows, select_count
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem, Problems, unlisted_detail
+from adk_secure_sessions.maintenance.problems import Problem, Problems, report_unlisted_trail
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import audit_records
-from adk_secure_sessions.storage.survey import FeatureName
 
-UNLISTED_TRAIL = unlisted_detail(
-    f"{audit_records.name} has rows",
-    FeatureName.AUDIT,
-    "services with Audit(table=True) and maintenance commands add the feature again",
-)
 _HEAD_EVENT = "audit.head"  # the event of a log line with the last record of a chain
 _PURGE_EVENT = "audit.purged"  # the event of a record that names chains which were deleted
 # Nobody appends to a chain 24 hours after it was begun.  Twice this time allows for clocks.
@@ -279,8 +272,7 @@ class _TrailChecker:
 
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
-        if self._db.trail_was_unlisted:
-            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, UNLISTED_TRAIL)
+        report_unlisted_trail(self._db, self.problems)
         ((number,),) = await self._db.runner.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"

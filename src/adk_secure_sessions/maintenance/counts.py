@@ -8,6 +8,7 @@ next rotation, it is an older key, which `retire` deletes.
 
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -148,11 +149,10 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
 
 def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
     """Return whether *keyring* can unwrap the data key: if so, *row* is authentic."""
-    try:
+    with suppress(*ROW_ERRORS):
         unwrap_data_key(row, keyring)
-    except ROW_ERRORS:
-        return False
-    return True
+        return True
+    return False
 
 
 # --- newest named data keys ------------------------------------------------------------------

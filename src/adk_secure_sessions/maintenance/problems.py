@@ -16,11 +16,13 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     IS_COLLECTION,
     apps,
+    audit_records,
     data_keys,
     events,
     indexed,
@@ -29,6 +31,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.survey import FeatureName
 
 T = TypeVar("T")
 
@@ -121,11 +124,17 @@ class Problems(CappedList[Problem]):
         return result
 
 
-def unlisted_detail(what: str, feature: str, remedy: str) -> str:
-    """Return the detail of a problem: the database uses *feature*, and does not list it."""
-    return (
-        f"{what}, and the feature '{feature}' is not listed: an older list was replayed; {remedy}"
-    )
+def report_unlisted(problems: Problems, evidence: str, feature: str, remedy: str) -> None:
+    """Report that the database uses *feature*, and does not list it."""
+    detail = f"{evidence}, and the feature '{feature}' is not listed: an older list was replayed"
+    problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, f"{detail}; {remedy}")
+
+
+def report_unlisted_trail(db: Database, problems: Problems) -> None:
+    """Do that for the audit trail, if this command has corrected the list."""
+    if db.trail_was_unlisted:
+        remedy = "services with Audit(table=True) and maintenance commands add the feature again"
+        report_unlisted(problems, f"{audit_records.name} has rows", FeatureName.AUDIT, remedy)
 
 
 async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:

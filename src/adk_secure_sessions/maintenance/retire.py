@@ -207,12 +207,11 @@ async def _retire_data_keys(
     has_key_database = db.runner.executors.has_key_database
     work = partial(_delete_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
     change = partial(db.runner.run_on_data, commit=not dry_run)
-    keys: _KeyDecision[DataKeyRow]
-    if not has_key_database:
-        keys = await run_deletion(change, work, lambda decision: len(decision.deletable))
-        return keys
-    keys = await change(work)  # the last decision: what an earlier attempt has found may be in use
-    if keys.deletable and not dry_run:
+    # With a key database, nothing is deleted yet: what an earlier attempt has found may be in use.
+    keys: _KeyDecision[DataKeyRow] = await run_deletion(
+        change, work, lambda found: has_key_database or len(found.deletable)
+    )
+    if has_key_database and keys.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.

@@ -10,6 +10,7 @@ import hmac
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -132,8 +133,7 @@ class RotationRun(ABC):
         """Raise SecureSessionError if another rotation was started after this one."""
         if self._dry_run:
             return
-        rows = await self._db.runner.read(meta.VALUE, {"name": self._checkpoint})
-        for (value,) in rows:
+        for (value,) in await self._db.runner.read(meta.VALUE, {"name": self._checkpoint}):
             self._require_own(value)
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
@@ -178,15 +178,13 @@ def require_same(table: str, row: object, plaintext: bytes, decrypt: Callable[[]
     Call this before the old value is replaced.  A third party's backend that fails for some sizes,
     or a fault of the memory, must not destroy data.
     """
-    try:
-        is_same = decrypt() == plaintext
-    except ROW_ERRORS:
-        is_same = False
-    if not is_same:
-        raise SecureSessionError(
-            f"{table} row {row}: its new value does not decrypt, so the row was not replaced: "
-            "check the backend and the memory of this computer, then repeat the command"
-        )
+    with suppress(*ROW_ERRORS):
+        if decrypt() == plaintext:
+            return
+    raise SecureSessionError(
+        f"{table} row {row}: its new value does not decrypt, so the row was not replaced: "
+        "check the backend and the memory of this computer, then repeat the command"
+    )
 
 
 # --- times ---------------------------------------------------------------------------------------

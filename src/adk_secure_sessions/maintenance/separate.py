@@ -40,7 +40,7 @@ from adk_secure_sessions.storage.feature_list import (
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
-from adk_secure_sessions.storage.survey import FeatureName, TableSet, require_usable
+from adk_secure_sessions.storage.survey import FeatureName, Survey, TableSet, require_usable
 
 _CHANGED = (
     "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "
@@ -170,9 +170,7 @@ async def _begin(db: Database) -> None:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
-    old = (old_id.hex(), survey.meta_rows[meta.FEATURES])
-    work = partial(_store, survey.keyring, wrapped, meta_rows, old)
-    if not await db.runner.run_on_keys(work):
+    if not await db.runner.run_on_keys(partial(_store, survey, wrapped, meta_rows)):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
         await db.runner.run_on_data(partial(_set_id, old_id.hex(), new_id.hex()))
@@ -215,24 +213,22 @@ async def _drop_rows_of_original(db: Database) -> None:
 
 
 def _store(
-    old: list[MasterKeyRow],
-    new: list[MasterKeyRow],
-    meta_rows: dict[str, str],
-    expected: tuple[str, str],
-    connection: sa.Connection,
+    known: Survey, new: list[MasterKeyRow], meta_rows: dict[str, str], connection: sa.Connection
 ) -> bool:
     """Store the keyring *new* and *meta_rows* in `secure_meta`, and delete all checkpoints.
 
-    Return False if the keyring is not *old* any more, or the id and the features are not as
-    *expected*: a service may have added a feature.
+    Return False if the keyring, the id or the features are not *known* any more: a service may have
+    added a feature.
     """
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
     # while it holds this lock.
-    current = [meta.read(connection, name, lock=True) for name in (meta.DATABASE_ID, meta.FEATURES)]
+    names = (meta.DATABASE_ID, meta.FEATURES)
+    stored = {name: meta.read(connection, name, lock=True) for name in names}
     # An earlier attempt may have been committed, although its connection was lost.
-    if current[0] == meta_rows[meta.DATABASE_ID]:
+    if stored[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
         return True
-    if tuple(current) != expected or not replace_master_keys(old, new, connection):
+    is_known = stored.items() <= known.meta_rows.items()
+    if not (is_known and replace_master_keys(known.keyring, new, connection)):
         return False
     for name, value in meta_rows.items():
         meta.put(connection, name, value)

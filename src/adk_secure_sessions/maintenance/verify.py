@@ -13,7 +13,6 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
-from adk_secure_sessions.maintenance.audit_commands import UNLISTED_TRAIL
 from adk_secure_sessions.maintenance.counts import can_unwrap, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import (
@@ -21,7 +20,8 @@ from adk_secure_sessions.maintenance.problems import (
     Problem,
     Problems,
     orphans,
-    unlisted_detail,
+    report_unlisted,
+    report_unlisted_trail,
 )
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
@@ -217,15 +217,11 @@ class _Verifier:
         list.  With that list, a release that does not know the feature would use the database.
         """
         unlisted = self._needed - (await self._db.survey()).features
-        replayed = [
-            unlisted_detail(evidence, feature, f"the next {writer} adds the feature")
-            for feature, (evidence, writer) in _EVIDENCE.items()
-            if feature in unlisted
-        ]
-        if self._db.trail_was_unlisted:
-            replayed.append(UNLISTED_TRAIL)
-        for detail in replayed:
-            self.problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
+        for feature, (evidence, writer) in _EVIDENCE.items():
+            if feature in unlisted:
+                remedy = f"the next {writer} adds the feature"
+                report_unlisted(self.problems, evidence, feature, remedy)
+        report_unlisted_trail(self._db, self.problems)
 
     async def check_imports(self) -> None:
         macs = ImportMacs(await self._db.keyring())
