@@ -189,12 +189,7 @@ def _loads(value: object) -> Any:
     if value is None:
         return None
     json_bytes = to_bytes(value)
-    if json_bytes[:1] == b"{":
-        try:
-            return json_text.loads(json_bytes)
-        except DecryptionError:
-            raise ValueError("a column is not JSON within the limits") from None
-    return json.loads(json_bytes)
+    return json_text.loads(json_bytes) if json_bytes[:1] == b"{" else json.loads(json_bytes)
 
 
 def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:

@@ -315,14 +315,12 @@ class AdkQueries:
         for columns in history:
             try:
                 events.append(self.convert_event(columns))
-                continue
             except PickleReaderError:
                 raise
-            except ConversionError as error:
-                reason = str(error)
-            except Exception:
-                reason = _UNREADABLE_EVENT
-            raise ConversionError(f"event {len(events) + 1} of {len(history)}: {reason}")
+            except Exception as error:
+                number = f"event {len(events) + 1} of {len(history)}"
+                reason = error if isinstance(error, ConversionError) else _UNREADABLE_EVENT
+                raise ConversionError(f"{number}: {reason}") from None
         return SessionContent(state, events, created_at, updated_at)
 
     def convert_state(self, stored: object) -> bytes:
