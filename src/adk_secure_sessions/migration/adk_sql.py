@@ -94,19 +94,23 @@ _SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
 _OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
 
 T = TypeVar("T")
-AdkPage = tuple[list[T], Ids | None]  # with the ids of the last row, if more rows follow
 # A session, its row, and the rows of its events.
 SessionWithRows = tuple[SourceSession, Row, list[Row]]
 # The keys of apps or users, each with the unconverted state.
 StateRows = Sequence[tuple[Ids, Any]]
 
 
-def _pages(read: Callable[[Ids | None], AdkPage[T]]) -> Iterator[list[T]]:
-    page, after = read(None)
-    yield page
-    while after is not None:
-        page, after = read(after)
+def _pages(read: Callable[[Ids | None], list[T]]) -> Iterator[list[T]]:
+    after = None
+    while page := read(after):
         yield page
+        after = end_of(page)
+
+
+def end_of(page: Sequence[Any]) -> Ids:
+    """Return the key of the last row of a page, a `SourceSession` or a key with more values."""
+    ids: Ids = page[-1][0][:3]
+    return ids
 
 
 class AdkQueries:
@@ -178,21 +182,19 @@ class AdkQueries:
 
     def page(
         self, connection: sa.Connection, selection: Selection, after: Ids | None
-    ) -> AdkPage[tuple[SourceSession, int]]:
+    ) -> list[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
-        *after* is the position that the last call has returned; None for the first page and
-        after the last.
+        *after* is the key of the last row before them (see `end_of`); None for the first page.
         """
         sizes = (
             sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._size_columns
         )
         size: Any = sum(sizes, start=sa.literal(0))
-        sessions, position = self._sessions(
+        sessions = self._sessions(
             connection, self._within(selection), after, PAGE, self._size(_s.c.state), size
         )
-        sized = [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
-        return sized, position
+        return [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
 
     def _sessions(
         self,
@@ -202,14 +204,14 @@ class AdkQueries:
         limit: int,
         state: sa.ColumnElement[Any],
         size: sa.ColumnElement[Any],
-    ) -> AdkPage[tuple[SourceSession, Any, Any]]:
+    ) -> list[tuple[SourceSession, Any, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
         conditions = [*conditions, *self._after(_SESSION_KEY, after)]
         chosen = sa.select(*_SESSION_KEY, *_columns(state)).where(*conditions)
         rows: Sequence[Any]
         rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(limit)).all()
         if not rows:
-            return [], None
+            return []
         keys = [self._text_ids(row[:3]) for row in rows]
         counting = sa.select(*_SESSION_KEY, sa.func.count(), size).join_from(_s, _e, _OF_SESSION)
         in_page = [*conditions, sa.not_(self._is_after(_SESSION_KEY, keys[-1]))]
@@ -221,7 +223,7 @@ class AdkQueries:
             created, updated = map(_time_as_text, (row.create_time, row.update_time))
             etag = f"{created} {updated} {number}"
             sessions.append((SourceSession(key[0], key[1], key[2], etag), row, total))
-        return sessions, keys[-1] if len(rows) == limit else None
+        return sessions
 
     def session_versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
@@ -268,18 +270,14 @@ class AdkQueries:
 
     def lookup(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None = None
-    ) -> AdkPage[SessionWithRows]:
+    ) -> list[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
         named = [is_exactly(self.dialect, column, name) for column, name in pairs]
-        sessions, position = self._sessions(
+        sessions = self._sessions(
             connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
         )
-        # A column whose collation ignores differences may also equal another name.
-        found = [
-            (session, row) for session, row, _ in sessions if session[: len(key)] == tuple(key)
-        ]
-        return [(session, row, []) for session, row in found], position
+        return [(session, row, []) for session, row, _ in sessions]
 
     def state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
@@ -336,14 +334,12 @@ class AdkQueries:
         selection: Selection,
         table: sa.Table,
         after: Ids | None,
-    ) -> AdkPage[tuple[Ids, Any]]:
-        """Return the next rows of a table of states; *after* and the position are as for `page`."""
+    ) -> list[tuple[Ids, Any]]:
+        """Return the next rows of a table of states; *after* is as for `page`."""
         key, of_app = tuple(table.primary_key), self._of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
         query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATE_PAGE)
-        rows = connection.execute(query).all()
-        states = [(self._text_ids(row[:-1]), row[-1]) for row in rows]
-        return states, states[-1][0] if len(rows) == STATE_PAGE else None
+        return [(self._text_ids(row[:-1]), row[-1]) for row in connection.execute(query).all()]
 
     def aliases(
         self, connection: sa.Connection, selection: Selection, table: sa.Table
@@ -457,10 +453,12 @@ def is_exactly(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.Col
     """Return the condition that *column* is *name*, also if its collation ignores differences."""
     if not can_store(dialect, name):
         return sa.false()
+    # An index is used for the first condition.
     is_equal = column == name
     if dialect not in _MYSQL:
-        return is_equal
-    # An index is used for the first condition.  The column may have another character set.
+        binary = sa.collate(column, "BINARY" if dialect == "sqlite" else "C")
+        return sa.and_(is_equal, binary == name)
+    # The column may have another character set.
     text = sa.cast(column, CHAR(charset="utf8mb4"))
     return sa.and_(is_equal, sa.cast(text, sa.LargeBinary) == name.encode())
 

@@ -29,11 +29,11 @@ from adk_secure_sessions.migration.adk_sql import (
     SESSIONS,
     STATE_TABLES,
     USER_STATES,
-    AdkPage,
     AdkQueries,
     SessionWithRows,
     StateRows,
     can_store,
+    end_of,
 )
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -158,7 +158,7 @@ class AdkTables(Source):
         """Return the session with these ids; None if there is none."""
         queries = await self.queries()
         work = partial(queries.lookup, key=(app_name, user_id, session_id))
-        rows, _ = await self.run_in_snapshot(work)
+        rows = await self.run_in_snapshot(work)
         return rows[0][0] if rows else None
 
     async def sessions_of(
@@ -219,14 +219,11 @@ class AdkTables(Source):
             )
         return self._queries
 
-    async def _pages(self, work: Callable[..., AdkPage[T]]) -> AsyncIterator[list[T]]:
+    async def _pages(self, work: Callable[..., list[T]]) -> AsyncIterator[list[T]]:
         after = None
-        while True:
-            rows, after = await self.run_in_snapshot(partial(work, after=after))
-            if rows:
-                yield rows
-            if after is None:
-                return
+        while rows := await self.run_in_snapshot(partial(work, after=after)):
+            yield rows
+            after = end_of(rows)
 
 
 def convert_states(queries: AdkQueries, rows: StateRows) -> States:
