@@ -233,7 +233,7 @@ async def purge_audit(
             due.append((chain, end))
     batches = [due[at : at + _CHAINS_AT_ONCE] for at in range(0, len(due), _CHAINS_AT_ONCE)]
     for batch in batches:
-        if dry_run or await _delete(db, batch):
+        if dry_run or await _delete_chains(db, batch):
             result.chains += len(batch)
             result.records += sum(end.number + 1 for _, end in batch)
         elif len(batch) > 1:
@@ -432,7 +432,7 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     return (chain, number, link) if is_head else None
 
 
-async def _delete(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
+async def _delete_chains(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
     """Delete chains in one transaction; return False if one of them has changed."""
     changes = []
     named = []

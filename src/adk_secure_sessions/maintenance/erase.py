@@ -135,9 +135,9 @@ async def erase_user(
     executors = db.runner.executors
     keys: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        work = partial(deletion.run, of_rows=False)
+        work = partial(deletion.run, deletes_rows=False)
         keys = await run_deletion(db.runner.run_on_keys, work, lambda counts: counts.total())
-    work = partial(deletion.run, of_keys=not executors.has_key_database)
+    work = partial(deletion.run, deletes_keys=not executors.has_key_database)
     rows = await run_deletion(db.runner.run_on_data, work, lambda counts: counts.total())
     deleted = keys + rows
     obstacle = "nothing was deleted"
@@ -179,11 +179,11 @@ class _Deletion:
         self._headers: set[bytes] = set()
 
     def run(
-        self, connection: sa.Connection, *, of_keys: bool = True, of_rows: bool = True
+        self, connection: sa.Connection, *, deletes_keys: bool = True, deletes_rows: bool = True
     ) -> Counter[str]:
         """Delete rows in passes until no rows are left, and count them by table.
 
-        *of_keys* and *of_rows* say whether to delete the data keys and the other rows.
+        *deletes_keys* and *deletes_rows* say whether to delete the data keys and the other rows.
 
         A service whose transaction began before this one may commit new rows during a pass.  The
         next pass finds these rows, because each statement sees all rows that were committed before
@@ -191,7 +191,7 @@ class _Deletion:
         passes: a trigger or a rule can undo a deletion without an error.
         """
         self._connection, self._dialect = connection, dialect_of(connection)
-        self._of_keys, self._of_rows = of_keys, of_rows
+        self._deletes_keys, self._deletes_rows = deletes_keys, deletes_rows
         self._has_index = has_table(connection, indexed)
         self._counts: Counter[str] = Counter()
         self._users: set[int] = set()  # row ids
@@ -212,16 +212,16 @@ class _Deletion:
         )
 
     def _pass(self) -> None:
-        if self._of_keys:
+        if self._deletes_keys:
             self._require_keyring()
             c = data_keys.c
             query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
             for backend_id, key_id in self._connection.execute(query):
                 if backend_id in range(256):  # a header has one byte for the backend id
                     self._headers.add(build_header(backend_id, key_id))
-        if self._of_rows:
+        if self._deletes_rows:
             self._delete_rows()
-        if self._of_keys:
+        if self._deletes_keys:
             # This uses only the table of data keys.
             self._delete(data_keys, data_keys.c.owner == self._tag)
             self._require_keyring()  # the deletion may have waited for `move_keys`
@@ -312,11 +312,11 @@ class _Deletion:
         self._counts[_COLLECTIONS] += sum(is_collection for _, _, is_collection in rows)
         return [(row_id, tag) for row_id, tag, _ in rows]
 
-    def _delete(self, table: sa.Table, which: sa.ColumnElement[bool]) -> None:
-        """Delete the rows of *table* that match *which*, and count them; a dry run only counts."""
+    def _delete(self, table: sa.Table, where: sa.ColumnElement[bool]) -> None:
+        """Delete the rows of *table* that match *where*, and count them; a dry run only counts."""
         if self._dry_run:
-            query = select_count(table, which)
+            query = select_count(table, where)
             self._counts[table.name] += self._connection.scalar(query) or 0
         else:
-            deleted = self._connection.execute(sa.delete(table).where(which))
+            deleted = self._connection.execute(sa.delete(table).where(where))
             self._counts[table.name] += deleted.rowcount

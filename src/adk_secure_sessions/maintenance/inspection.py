@@ -128,10 +128,10 @@ async def record_headers(
     await db.survey()
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:
-        parameters["row"] = _key(table, row)
+        parameters["row"] = _parse_row(table, row)
     column = _RECORD_COLUMNS[table]
     source = column.table
-    rows = await db.reader_of(source)(_headers(column, row is not None), parameters)
+    rows = await db.reader_of(source)(_select_headers(column, row is not None), parameters)
     found = []
     for length, start, more, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
@@ -144,7 +144,7 @@ async def record_headers(
     return tuple(found)
 
 
-def _key(table: str, row: str | int) -> int | bytes:
+def _parse_row(table: str, row: str | int) -> int | bytes:
     try:
         if table == witnesses.name:
             return bytes.fromhex(str(row))
@@ -162,7 +162,7 @@ def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
 
 
 @functools.cache
-def _headers(column: sa.Column[Any], of_one_row: bool) -> sa.Select[Any]:
+def _select_headers(column: sa.Column[Any], of_one_row: bool) -> sa.Select[Any]:
     table = column.table
     key = list(table.primary_key.columns)
     more = {keyring: keyring.c.root_key_id, sessions: IS_COLLECTION}.get(table, key[0])

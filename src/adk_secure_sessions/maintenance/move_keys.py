@@ -179,7 +179,7 @@ class _Move:
     async def _survey_and_check(self) -> None:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_each()
-        await retried(lambda: self._keys.executor.run_sync(_reject_memory, commit=False))
+        await retried(lambda: self._keys.executor.run_sync(_reject_in_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
         now = await retried(lambda: survey_database(self._data.executor))
         if now.table_set is not data.table_set:
@@ -206,7 +206,7 @@ class _Move:
         await self._open_keyring_of(holder)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == self._is_switched:
-            raise _other_way(self._source.name)
+            raise _unfinished_opposite(self._source.name)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
         if not self._is_switched:
@@ -236,7 +236,7 @@ class _Move:
             if FeatureName.MOVING not in target.features:
                 raise ConfigurationError(_IN_USE)
             if _is_parked(target):
-                raise _other_way("db")
+                raise _unfinished_opposite("db")
         if target.missing_tables & {keyring.name, data_keys.name}:
             return
         is_newer = not set(target.keyring) <= {_unparked(row) for row in source.keyring}
@@ -366,7 +366,7 @@ class _Move:
         meta.put(connection, meta.MOVE, None)
 
 
-def _other_way(to: KeyPlace) -> ConfigurationError:
+def _unfinished_opposite(to: KeyPlace) -> ConfigurationError:
     return ConfigurationError(
         "an earlier run has begun to move the keys the other way: run `adk-secure-sessions "
         f"move-keys --to {to}` again, until it has ended"
@@ -400,7 +400,7 @@ async def _fingerprint(side: _Side) -> tuple[int, int, str]:
     return len(masters), number, digest.hexdigest()
 
 
-def _reject_memory(connection: sa.Connection) -> None:
+def _reject_in_memory(connection: sa.Connection) -> None:
     if dialect_of(connection).has_one_file:
         (_, _, file), *_ = connection.exec_driver_sql("PRAGMA database_list")
         if not file:

@@ -94,7 +94,7 @@ async def purge(
                 ids = stored.require_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     continue
-                is_deleted = await _delete(db, ids, is_due, dry_run)
+                is_deleted = await _delete_if_due(db, ids, is_due, dry_run)
             except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, stored.id)
                 result.bad += 1
@@ -106,7 +106,7 @@ async def purge(
     return result
 
 
-async def _delete(
+async def _delete_if_due(
     db: Database, ids: SessionIds, is_due: Callable[[StoredSession], bool], dry_run: bool
 ) -> bool:
     """Delete the session if it is still due, and return whether; a dry run deletes nothing."""

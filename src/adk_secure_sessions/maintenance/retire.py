@@ -217,7 +217,7 @@ async def _retire_data_keys(
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.run_on_keys(partial(_delete, keys.deletable))
+        await db.runner.run_on_keys(partial(_delete_keys, keys.deletable))
     return keys
 
 
@@ -253,7 +253,7 @@ async def _decrypt_owner(
 def _delete_unused(
     owner_tag: bytes,
     rows: list[DataKeyRow],
-    named: tuple[int, ...],
+    named_ids: tuple[int, ...],
     decrypted: reads.HeaderCounts,
     has_key_database: bool,
     dry_run: bool,
@@ -277,18 +277,18 @@ def _delete_unused(
         is_unchanged &= stored <= set(rows)
         rows = [row for row in rows if row in stored]
     headers = decrypted | _count_headers(owner_tag, user, connection) if is_unchanged else None
-    keys = _select_unused(rows, named, headers)
+    keys = _select_unused(rows, named_ids, headers)
     if keys.deletable and not has_key_database and not dry_run:
-        _delete(keys.deletable, connection)
+        _delete_keys(keys.deletable, connection)
     return keys
 
 
 def _select_unused(
-    rows: list[DataKeyRow], named: tuple[int, ...], headers: reads.HeaderCounts | None
+    rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: reads.HeaderCounts | None
 ) -> _KeyDecision[DataKeyRow]:
     """Divide an owner's replaced data keys into kept and unused.
 
-    *named* are the ids in the owner's row.
+    *named_ids* are the ids in the owner's row.
     A key is kept in these cases:
 
     - Rows use the key.
@@ -301,7 +301,7 @@ def _select_unused(
     """
     if not rows:
         return _KeyDecision([], [])
-    older, _, newer = split_at_newest_named(rows, named)
+    older, _, newer = split_at_newest_named(rows, named_ids)
     if headers is None:
         return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
@@ -312,7 +312,7 @@ def _select_unused(
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        if uses[row.id] or unknown or kept or row.id in named:
+        if uses[row.id] or unknown or kept or row.id in named_ids:
             kept.append(KeptKey(data_keys.name, row.id, (*uses[row.id], *unknown)))
         else:
             unused.append(row)
@@ -321,7 +321,7 @@ def _select_unused(
     return _KeyDecision(kept, unused, len(newer) - len(used))
 
 
-def _delete(rows: list[DataKeyRow], connection: sa.Connection) -> None:
+def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:
     """Delete the *rows* whose wrapped key has not changed since they were read."""
     parameters = [{"at_id": row.id, "at_wrapped": row.wrapped} for row in rows]
     connection.execute(_DELETE_KEY, parameters)

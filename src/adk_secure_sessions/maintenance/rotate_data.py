@@ -164,7 +164,7 @@ async def _records_of_owner(
     of *keys*.  Return None if the row does not exist any more.
     """
     column = _APPS if table is apps else _USERS
-    listed = await _rows_with_primary_keys(db, column, [(row.id,)])
+    listed = await _read_by_keys(db, column, [(row.id,)])
     if not listed:
         return None
     (stored,) = listed
@@ -175,7 +175,7 @@ async def _records_of_owner(
             _, plaintext = split_id(plaintext)
         _, key_ids, _ = split_owner(plaintext)
         keys.choose_current(stored.tag, key_ids)
-    return [_EncryptedRecord(column, stored, ids), *await _witnesses(db, ids, [stored.tag])]
+    return [_EncryptedRecord(column, stored, ids), *await _witness_records(db, ids, [stored.tag])]
 
 
 async def _records_of_sessions(
@@ -195,31 +195,31 @@ async def _records_of_sessions(
             except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, session.id)
         tags = [record.row.tag for record in records]
-        yield records + await _witnesses(db, (app_name,), tags)
+        yield records + await _witness_records(db, (app_name,), tags)
         if not records:
             continue
         # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
         span = Span(records[0].row.id - 1, records[-1].row.id)
         parameters = {**span.parameters, "user_row": user_row, "current": current}
         for column in (_SNAPSHOTS, _EVENTS):
-            query = _primary_keys_under_other_headers(column)
+            query = _select_keys_under_other_headers(column)
             read, key = db.runner.read, column.key
             async for sized in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
                 known = [row for row in sized if row[0] in ids_of]
                 for group in grouped(known, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [row[:-1] for row in group]
-                    rows = await _rows_with_primary_keys(db, column, keys)
+                    rows = await _read_by_keys(db, column, keys)
                     yield [_EncryptedRecord(column, row, ids_of[row[0]]) for row in rows]
 
 
-async def _witnesses(
+async def _witness_records(
     db: Database, ids: Sequence[str], tags: Iterable[bytes]
 ) -> list[_EncryptedRecord]:
-    rows = await _rows_with_primary_keys(db, _WITNESSES, [(tag,) for tag in tags])
+    rows = await _read_by_keys(db, _WITNESSES, [(tag,) for tag in tags])
     return [_EncryptedRecord(_WITNESSES, row, ids) for row in rows]
 
 
-async def _rows_with_primary_keys(
+async def _read_by_keys(
     db: Database, column: SealedColumn[Any], keys: Sequence[tuple[Any, ...]]
 ) -> list[Any]:
     rows: list[Any] = []
@@ -232,7 +232,7 @@ async def _rows_with_primary_keys(
             for number, key in enumerate(part)
             for position, value in enumerate(key)
         }
-        stored = await db.runner.read(_with_primary_keys(column), parameters)
+        stored = await db.runner.read(_select_by_keys(column), parameters)
         rows += [column.row_type(*row) for row in stored]
     return rows
 
@@ -354,10 +354,10 @@ class DataRotationRun(RotationRun):
                 with locating_errors(column.name, record.name):
                     if new_ids is None or parse_header_or_none(record.stored) != new_ids:
                         context = column.context(record.ids, record.row)
-                        plaintext = _plaintext(keys, owner_tag, context, column, record.stored)
+                        plaintext = _decrypt(keys, owner_tag, context, column, record.stored)
                         old.append((record, context, plaintext))
             except ROW_ERRORS as error:
-                if not await self._is_of_new_key(error, owner_tag, record):
+                if not await self._has_newer_key(error, owner_tag, record):
                     self._problems.add_error(error, column.name, record.name)
         if self._dry_run or not old:
             self.result.reencrypted += len(old)
@@ -365,16 +365,16 @@ class DataRotationRun(RotationRun):
         changes: _Replacements = {}
         for record, context, plaintext in old:
             sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
-            again = partial(_plaintext, keys, owner_tag, context, record.column, sealed)
+            again = partial(_decrypt, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.name, record.name, plaintext, again)
             changes.setdefault(record.column, []).append((record, sealed))
         await self._db.runner.run_on_data(partial(_replace, changes))
         for column, replaced in changes.items():
             new = {record.key: sealed for record, sealed in replaced}
-            for row in await _rows_with_primary_keys(self._db, column, list(new)):
+            for row in await _read_by_keys(self._db, column, list(new)):
                 self.result.reencrypted += row[-1] == new[column.key_of(row)]
 
-    async def _is_of_new_key(
+    async def _has_newer_key(
         self, error: Exception, owner_tag: bytes, record: _EncryptedRecord
     ) -> bool:
         """Return whether the key of *record* was created after the owner's keys were read.
@@ -406,7 +406,7 @@ class DataRotationRun(RotationRun):
         return left.total()
 
 
-def _plaintext(
+def _decrypt(
     keys: TransactionKeys, owner: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
@@ -429,7 +429,7 @@ def _replace(changes: _Replacements, connection: sa.Connection) -> None:
 
 
 @functools.cache
-def _with_primary_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _select_by_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
     wanted = [
         sa.and_(
             *(
@@ -443,7 +443,7 @@ def _with_primary_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
 
 
 @functools.cache
-def _primary_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _select_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records whose header is not `current`."""
     return (
         sa.select(*column.key, sa.func.length(column.value))

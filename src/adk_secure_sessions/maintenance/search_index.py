@@ -92,7 +92,7 @@ async def fill_index(
     Raises:
         ConfigurationError: A key cannot be indexed.
     """
-    _check(keys)
+    _require_keys(keys)
     add_facts(app=app_name)
     tags = await db.search_index.declare(app_name, keys)
     of_users = any(key.startswith(USER_PREFIX) for key in keys)
@@ -121,7 +121,7 @@ async def fill_index(
     async for page in scan_sessions(db):
         await in_groups(_AT_ONCE, partial(correct, sessions), page)
     app_tag = (await db.runner.identify(app_name)).app_tag
-    result.removed = await _delete(db, tags, *index_orphan_conditions(app_tag))
+    result.removed = await _delete_rows(db, tags, *index_orphan_conditions(app_tag))
     result.problems = tuple(problems.items)
     result.complete = skip_unreadable or not problems.count
     if result.complete:
@@ -140,7 +140,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     Raises:
         ConfigurationError: A key cannot be indexed.
     """
-    _check(keys)
+    _require_keys(keys)
     add_facts(app=app_name)
     master = (await db.keyring()).index_master
     if indexed.name not in (await db.survey()).feature_tables:
@@ -148,10 +148,10 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     tags = {master.state_key(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
     await db.search_index.withdraw(tags)
-    return IndexChange(removed=await _delete(db, tags))
+    return IndexChange(removed=await _delete_rows(db, tags))
 
 
-def _check(keys: object) -> None:
+def _require_keys(keys: object) -> None:
     if isinstance(keys, str) or not isinstance(keys, Sequence) or not keys:
         raise ConfigurationError("keys must be a list of one or more keys of the state")
     for key in keys:
@@ -170,7 +170,7 @@ async def _identity(db: Database, app_name: str, table: sa.Table, row: Any) -> I
     return await db.runner.identify(app_name, decrypted[1].user_id)
 
 
-async def _delete(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
+async def _delete_rows(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
     """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
     deleted = 0
     query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)

@@ -170,7 +170,7 @@ async def _begin(db: Database) -> None:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
     meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
-    if not await db.runner.run_on_keys(partial(_store, survey, wrapped, meta_rows)):
+    if not await db.runner.run_on_keys(partial(_store_separation, survey, wrapped, meta_rows)):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
         await db.runner.run_on_data(partial(_set_id, old_id.hex(), new_id.hex()))
@@ -212,7 +212,7 @@ async def _drop_rows_of_original(db: Database) -> None:
         command.trails.clear()
 
 
-def _store(
+def _store_separation(
     known: Survey, new: list[MasterKeyRow], meta_rows: dict[str, str], connection: sa.Connection
 ) -> bool:
     """Store the keyring *new* and *meta_rows* in `secure_meta`, and delete all checkpoints.

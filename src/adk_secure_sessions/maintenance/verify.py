@@ -148,24 +148,24 @@ class _Verifier:
         self._index_master = master
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._needed: set[str] = set()  # the features that rows need
+        self._needed_features: set[str] = set()  # the features that rows need
         # The tags of the keys whose rows of the search index are complete.
-        self._indexed: set[bytes] = set()
+        self._key_tags: set[bytes] = set()
 
     async def check_marks(self) -> None:
         for tag, state in await read_marks(self._db.runner.read, self._index_master):
-            self._needed.add(FeatureName.STATE_INDEX)
+            self._needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
                 self.problems.add(indexed.name, name, Reason.MISMATCH, _WRONG_MARK)
             elif state is IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
-                self._indexed.add(tag)
+                self._key_tags.add(tag)
 
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
-        if not self._indexed:
+        if not self._key_tags:
             return
-        checked = await self._db.runner.run(CheckIndexed(identity, self._indexed, of_user=of_user))
+        checked = await self._db.runner.run(CheckIndexed(identity, self._key_tags, of_user=of_user))
         if checked is None or not checked[1].total:
             return
         row_id, differences = checked
@@ -216,7 +216,7 @@ class _Verifier:
         A feature is added before the first row that needs it, so somebody has replayed an older
         list.  With that list, a release that does not know the feature would use the database.
         """
-        unlisted = self._needed - (await self._db.survey()).features
+        unlisted = self._needed_features - (await self._db.survey()).features
         for feature, (evidence, writer) in _EVIDENCE.items():
             if feature in unlisted:
                 remedy = f"the next {writer} adds the feature"
@@ -230,7 +230,7 @@ class _Verifier:
         async for rows in pages(self._db.runner.read, query, key, size, lambda *row: row):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
-                self._needed.add(FeatureName.MIGRATION)
+                self._needed_features.add(FeatureName.MIGRATION)
                 try:
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
@@ -284,7 +284,7 @@ class _Verifier:
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
                 if is_collection:
-                    self._needed.add(FeatureName.COLLECTIONS)
+                    self._needed_features.add(FeatureName.COLLECTIONS)
                     self.result.collections += 1
                     self.result.items += len(history)
                 else:

@@ -58,7 +58,7 @@ _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
 # Returns the `EncryptedSessionService` that the methods call.  The decorators of `audit` need this
 # service, so that they write only one audit record for each operation.
-_THE_SERVICE = attrgetter("_service")
+_service_of = attrgetter("_service")
 
 
 @hides_locals
@@ -128,7 +128,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self._is_complete = False
         self._log_at = 0.0
         self._has_warned = False  # of a state that a service without fallback has written
-        self._copy_runs = 0  # how often this object has copied states
+        self._state_copies = 0  # how often this object has copied states
 
     @property
     def service(self) -> EncryptedSessionService:
@@ -143,7 +143,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         await self._service.prepare_tables()
         await self._uses_source()
 
-    @audit.accessed("session.create", _THE_SERVICE)
+    @audit.accessed("session.create", _service_of)
     async def create_session(
         self,
         *,
@@ -171,7 +171,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             expires_after=expires_after,
         )
 
-    @audit.accessed("session.read", _THE_SERVICE)
+    @audit.accessed("session.read", _service_of)
     async def get_session(
         self,
         *,
@@ -197,7 +197,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 return session
         return await get()
 
-    @audit.accessed("sessions.list", _THE_SERVICE)
+    @audit.accessed("sessions.list", _service_of)
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -214,7 +214,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         of_source = await self._sessions_of(app_name, user_id)
         users: set[str] = set()
         while True:
-            copy_runs = self._copy_runs
+            copy_runs = self._state_copies
             response = await listing()
             new = {session.user_id for session in response.sessions}
             new |= {session.user_id for session in of_source}
@@ -222,7 +222,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             await self._copy_states(app_name, *new)
             # `migrate` copies states after sessions.  If a state was not copied when the database
             # was read, the listing lacks it: list the sessions again.
-            if not new or self._copy_runs == copy_runs:
+            if not new or self._state_copies == copy_runs:
                 break
             users |= new
         known = {(session.app_name, session.user_id, session.id) for session in response.sessions}
@@ -232,14 +232,14 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             identity = await self._runner.identify(app_name, user)
             stored[user] = await self._runner.run(reads.GetStates(identity))
         response.sessions += [
-            _session(session, of_source[session], *stored[session.user_id]) for session in left
+            _to_session(session, of_source[session], *stored[session.user_id]) for session in left
         ]
         response.sessions.sort(
             key=lambda session: (session.last_update_time, session.user_id, session.id)
         )
         return response
 
-    @audit.accessed("session.delete", _THE_SERVICE)
+    @audit.accessed("session.delete", _service_of)
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session from the database.
 
@@ -255,7 +255,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             app_name=app_name, user_id=user_id, session_id=session_id
         )
 
-    @audit.accessed("user.read", _THE_SERVICE)
+    @audit.accessed("user.read", _service_of)
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, which is copied if it was not copied yet."""
         check_ids(app_name, user_id, "")
@@ -263,7 +263,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             await self._copy_states(app_name, user_id)
         return await self._service.get_user_state(app_name=app_name, user_id=user_id)
 
-    @audit.accessed("session.write", _THE_SERVICE)
+    @audit.accessed("session.write", _service_of)
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, encrypted, then apply it to `session`.
 
@@ -330,25 +330,25 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # --- Reading the source -----------------------------------------------------------------------
 
     async def _query(self, query: Awaitable[T]) -> T:
-        self._count()
-        with self._naming_the_source():
+        self._record_read()
+        with self._errors_name_source():
             return await query
 
     async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
-        with self._naming_the_source():
+        with self._errors_name_source():
             async for batch in batches:
-                self._count()
+                self._record_read()
                 yield batch
 
     @contextmanager
-    def _naming_the_source(self) -> Iterator[None]:
+    def _errors_name_source(self) -> Iterator[None]:
         try:
             yield
         except DatabaseError as error:
             error.args = (f"the plaintext source ({self._source.location}): {error}",)
             raise
 
-    def _count(self) -> None:
+    def _record_read(self) -> None:
         self.fallback_reads += 1
         audit.log_event("plaintext.read", source=self._source.description)
         now = time.monotonic()
@@ -428,7 +428,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             )
         for owner in unknown:
             cache.put(owner, True)
-        self._copy_runs += 1
+        self._state_copies += 1
 
     async def _copy(self, ids: Ids) -> bool:
         """Copy a session, whose states were copied; return False if the source does not have it."""
@@ -449,7 +449,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
 
 
-def _session(
+def _to_session(
     session: SourceSession, content: SessionContent, of_app: bytes, of_user: bytes
 ) -> Session:
     """Return a session of the source without events, for a listing.
