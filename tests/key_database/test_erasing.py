@@ -3,6 +3,7 @@
 import pytest
 
 from adk_secure_sessions import UnknownKeyError
+from adk_secure_sessions.cli.notes import erasure_notes
 from adk_secure_sessions.maintenance import erase_user, verify
 from tests.faults import Point, with_faults
 from tests.key_database.support import APP, Pair, count, create, event, find
@@ -42,7 +43,11 @@ async def test_erasure_that_was_killed_after_the_keys_is_completed_by_the_next(p
         with pytest.raises(UnknownKeyError):
             await find(service)
         async with pair.maintained() as db:
-            assert (await erase_user(db, APP, "ada")).numbers[:6] == (0, 1, 1, 0, 0, 2)
+            done = await erase_user(db, APP, "ada")
+            assert done.numbers[:6] == (0, 1, 1, 0, 0, 2)
+            assert (done.succeeded, done.missing) == (True, "")
+            assert any("already deleted" in note for note in erasure_notes(done, dry_run=False))
+            assert not (await erase_user(db, APP, "ada")).succeeded
         assert await find(service) is None
         await create(service)
     assert count(pair.keys, "secure_data_keys") == pair.owners() == 2

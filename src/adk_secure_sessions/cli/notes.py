@@ -121,6 +121,8 @@ def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
     elif result.missing:
         remain = "run `verify`, which lists any rows of the user that remain"
         yield f"{result.missing} was missing: {remain}"
+    elif result.keys_were_deleted:
+        yield "a run that was interrupted had already deleted the data key"
     if result.cleared:
         yield "freed space does not hold the wrapped data key"
     elif not dry_run:

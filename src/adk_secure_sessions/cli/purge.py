@@ -111,8 +111,8 @@ def purge_blobs(db: Database, **options: Any) -> None:
 def erase_user(db: Database, dry_run: bool, **options: Any) -> None:
     """Delete all data keys and rows of a user.
 
-    Exits 1 if there is no such app or user, if the data keys or the user's own row were missing, or
-    if --rewrite was not possible.
+    Exits 1 if there is no such app or user, if the user's own row or, without a key database, the
+    data keys were missing, or if --rewrite was not possible.
 
     \b
     Example:

@@ -60,6 +60,8 @@ class Erasure(Result):
         has_app: Whether the database has the app.
         was_migrated: Whether the database has the table for copied sessions, `secure_migrated`.
             The source of a migration may then still contain the user.
+        keys_were_deleted: Whether the key database had no data key of the user any more: an earlier
+            run was interrupted after it had deleted the keys.
     """
 
     data_keys: int = counter("data key", "deleted", changes=True)
@@ -78,6 +80,7 @@ class Erasure(Result):
     obstacle: str = ""
     has_app: bool = False
     was_migrated: bool = False
+    keys_were_deleted: bool = False
 
     @property
     def rows(self) -> int:
@@ -89,7 +92,7 @@ class Erasure(Result):
         """What was missing, in words, also if the user does not exist; empty if nothing was."""
         if not self.users:
             return "the user's own row"
-        return "" if self.data_keys else "the data key"
+        return "" if self.data_keys or self.keys_were_deleted else "the data key"
 
     @property
     def succeeded(self) -> bool:
@@ -158,6 +161,7 @@ async def erase_user(
         obstacle=obstacle,
         has_app=has_app,
         was_migrated=was_migrated,
+        keys_were_deleted=executors.has_key_database and not keys.total() and rows.total() > 0,
     )
 
 
