@@ -269,7 +269,7 @@ async def test_object_that_holds_a_key_is_neither_pickled_nor_copied_nor_shown(
         content = types.Part(text="text" * 30_000)
         await artifacts.save_artifact(**who, filename="user:f", artifact=content)
         stream = await artifacts.open_stream(**who, filename="user:f")
-        version = await artifacts._version(("app", "user", '["artifact", null, "user:f"]'), None)
+        version = await artifacts._find(("app", "user", '["artifact", null, "user:f"]'), None)
         assert stream is not None
         pieces = aiter(stream)
         await anext(pieces)

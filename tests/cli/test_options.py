@@ -8,7 +8,7 @@ import pytest
 
 from adk_secure_sessions import maintenance
 from adk_secure_sessions.cli import rotate
-from adk_secure_sessions.cli.program import Common
+from adk_secure_sessions.cli.program import CommonOption
 from adk_secure_sessions.integrations.blob_maintenance import purge_blobs
 from adk_secure_sessions.migration import (
     compare,
@@ -53,7 +53,7 @@ def passed(name: str) -> set[str]:
     kinds = inspect.signature(command.callback).parameters
     if all(one.kind is not one.VAR_KEYWORD for one in kinds.values()):
         return set()
-    own = {one.name for one in command.params if not isinstance(one, Common)}
+    own = {one.name for one in command.params if not isinstance(one, CommonOption)}
     # `on_database` and `with_store` convert some options to `db` and `store`, and those of
     # `migrate` some to a source and a selection.
     converted = {"db", "compression", "padding", "allow_http"}

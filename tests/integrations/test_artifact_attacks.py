@@ -196,7 +196,7 @@ async def test_changed_rows_are_rejected(
 
 async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -> None:
     name = collection_name(HERE["session_id"], HERE["filename"])
-    found = await service._version((WHO["app_name"], WHO["user_id"], name), None)
+    found = await service._find((WHO["app_name"], WHO["user_id"], name), None)
     assert found is not None
     assert found.blob is not None
     assert found.blob.key.hex() not in repr(found)

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.memory_items import EVENTS, Dropped, MemoryItem
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
-from adk_secure_sessions.integrations.memory_index import UserMemory, nfc, searchable, words_of
+from adk_secure_sessions.integrations.memory_index import UserMemory, nfc, words_and_text, words_of
 from adk_secure_sessions.storage.schema import SessionVersion
 from tests.integrations.memory_support import (
     DIFFERENT,
@@ -146,7 +146,7 @@ def test_runs_of_marks_are_broken(marks: str) -> None:
     text = f"cat a{marks} dog"
     assert longest_run(text) >= 1000
     assert longest_run(nfc(text)) <= 60
-    assert {"cat", "dog"} <= words_of(text) <= searchable(text)[0]
+    assert {"cat", "dog"} <= words_of(text) <= words_and_text(text)[0]
 
 
 @settings(max_examples=30, deadline=None)

@@ -82,7 +82,7 @@ class Run:
                 yield f',purpose="{_escaped(key.purpose)}",key="{_escaped(key.id)}"', key.age
 
 
-def to_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+def set_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     """Check the value of --metrics-file, and keep it in the `Run`.  click calls this function."""
     if value is None:
         return
@@ -96,14 +96,14 @@ def to_file(context: click.Context, parameter: click.Parameter, value: str | Non
     run.command = context.command_path.removeprefix(context.find_root().command_path).strip()
 
 
-def keep(result: object) -> None:
+def keep_result(result: object) -> None:
     context = click.get_current_context(silent=True)
     if context is not None and (run := context.find_object(Run)) is not None:
         run.result = result
 
 
 @contextmanager
-def writing() -> Iterator[Run]:
+def writing_metrics() -> Iterator[Run]:
     """Yield the run, and write its metrics at the end, also after a failure.
 
     A run without a result that did not fail, such as that of --help, writes nothing.

@@ -11,7 +11,7 @@ from adk_secure_sessions.backends.registry import NAMES
 from adk_secure_sessions.cli.lazy_packages import Database, migration
 from adk_secure_sessions.cli.options import (
     NUMBER,
-    TO,
+    TARGET_URL,
     age_option,
     on_database,
     parse_time,
@@ -75,7 +75,7 @@ _SOURCE_OPTIONS = (
         "Example: Europe/Berlin.",
     ),
     click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
-    on_database(url=TO),
+    on_database(url=TARGET_URL),
 )
 _SOURCE_ARGUMENTS = ("db_url", "keys", "backends", "key_db_url", "time_zone")
 _SELECTION_OPTIONS = (

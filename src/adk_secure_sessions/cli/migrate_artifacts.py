@@ -9,7 +9,7 @@ import click
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database
 from adk_secure_sessions.cli.migrate import migrate
 from adk_secure_sessions.cli.options import (
-    TO,
+    TARGET_URL,
     on_database,
     with_confirm,
     with_dry_run,
@@ -44,7 +44,7 @@ _UNREACHABLE = (
 @with_dry_run
 @with_packing
 @with_store(required=True)
-@on_database(url=TO)
+@on_database(url=TARGET_URL)
 def artifacts(
     db: Database,
     action: Any,

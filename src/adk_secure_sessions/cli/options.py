@@ -12,7 +12,7 @@ from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backend
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, maintenance
-from adk_secure_sessions.cli.program import Common, one_line_errors
+from adk_secure_sessions.cli.program import CommonOption, one_line_errors
 from adk_secure_sessions.formats import times
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 
@@ -85,11 +85,11 @@ with_selection: Decorator = with_all(
 def _common(option: str, *names: str, **settings: Any) -> Decorator:
     if (name := option.removeprefix("--")) in IN_ENVIRONMENT:
         settings["envvar"] = variable(name)
-    return click.option(option, *names, cls=Common, show_envvar=True, **settings)
+    return click.option(option, *names, cls=CommonOption, show_envvar=True, **settings)
 
 
 # Names the database of `migrate`; other commands have `_DATABASE_URL`.
-TO = click.option(
+TARGET_URL = click.option(
     "--to",
     "db",
     envvar=variable("db"),
@@ -125,7 +125,7 @@ _WITH_DATABASE = (
         type=click.Path(),
         is_eager=True,
         expose_value=False,
-        callback=metrics.to_file,
+        callback=metrics.set_file,
         help="Replace this file, NAME.prom, with metrics of this run for Prometheus.",
     ),
     _common("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),

@@ -73,7 +73,7 @@ def print_result(
     *more* adds fields to the JSON object.  The lines of *notes* are printed last.
     If *err* is True, print to stderr, because stdout has the output of the command.
     """
-    metrics.keep(result)
+    metrics.keep_result(result)
     values = [*(result.values() if isinstance(result, dict) else [result]), *more.values()]
     parts = [part for part in values if isinstance(part, Result)]
     if option_value("as_json"):
@@ -86,7 +86,7 @@ def print_result(
         for part in () if are_lines_printed else parts:
             print_lines(part, err=err)
         for line in notes:
-            click.echo(without_controls(line), err=err)
+            click.echo(escape_controls(line), err=err)
     if not all(part.succeeded for part in parts):
         sys.exit(1)
 
@@ -98,10 +98,10 @@ def print_lines(result: Result | None, *, err: bool = False) -> None:
     """
     if result is not None and not option_value("as_json"):
         for line in result.lines(bool(option_value("dry_run"))):
-            click.echo(without_controls(line), err=err)
+            click.echo(escape_controls(line), err=err)
 
 
-def without_controls(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return *text* with each control character replaced by its escape sequence in Python.
 
     A tampered database may contain control characters that let an attacker control the terminal.

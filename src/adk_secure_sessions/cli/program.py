@@ -15,7 +15,7 @@ import click
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import Database
 from adk_secure_sessions.cli.notes import utc_text
-from adk_secure_sessions.cli.output import counted, option_value, progress, without_controls
+from adk_secure_sessions.cli.output import counted, escape_controls, option_value, progress
 from adk_secure_sessions.errors import SecureSessionError
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ class Failure(click.ClickException):
     def __init__(
         self, message: str, error: str, *, retryable: bool = False, exit_code: int = 2
     ) -> None:
-        super().__init__(without_controls(" ".join(message.split())))
+        super().__init__(escape_controls(" ".join(message.split())))
         self.error: str = error
         self.retryable: bool = retryable
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it for classes
 
 
-def _interrupted(resume_hint: str | None) -> Failure:
+def _interruption(resume_hint: str | None) -> Failure:
     """Return the failure for Ctrl-C; *resume_hint* is None if nothing was changed."""
     text = "interrupted; nothing was changed"
     if resume_hint is not None:
@@ -52,7 +52,7 @@ def _interrupted(resume_hint: str | None) -> Failure:
     return Failure(text, "Interrupted", retryable=True, exit_code=130)
 
 
-class Common(click.Option):
+class CommonOption(click.Option):
     """An option that many commands have: only --help-all describes it."""
 
 
@@ -64,7 +64,7 @@ class Command(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
-        if not any(isinstance(param, Common) for param in params):
+        if not any(isinstance(param, CommonOption) for param in params):
             return params
         return [*params, _HELP_ALL]
 
@@ -73,7 +73,7 @@ class Command(click.Command):
         common: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
-                (common if isinstance(param, Common) else own).append(record)
+                (common if isinstance(param, CommonOption) else own).append(record)
         with formatter.section("Options"):
             formatter.write_dl(own)
         if common and ctx.meta.get(_ALL):
@@ -133,7 +133,7 @@ class Program(click.Group):
             atexit.register(gc.freeze)
         arguments = sys.argv[1:] if args is None else list(args)
         failure: click.ClickException
-        with metrics.writing() as extra["obj"]:
+        with metrics.writing_metrics() as extra["obj"]:
             try:
                 status = super().main(
                     arguments, prog_name, complete_var, standalone_mode=False, **extra
@@ -142,10 +142,10 @@ class Program(click.Group):
             except click.ClickException as error:
                 failure = error
             except click.Abort:  # Ctrl-C before the command began its work, or at a question
-                failure = _interrupted(None)
+                failure = _interruption(None)
             except OSError as error:  # the output cannot be written: discard the rest of it
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                failure = _of_system(error)
+                failure = _failure_of(error)
             if "--json" in arguments:
                 facts = {
                     "error": getattr(failure, "error", "UsageError"),
@@ -189,7 +189,7 @@ def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Cal
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
-            raise _interrupted(None if option_value("dry_run") else resume_hint) from None
+            raise _interruption(None if option_value("dry_run") else resume_hint) from None
 
 
 def run(
@@ -229,7 +229,7 @@ def require_confirmation(described: "Description", name: str | None, change: str
     last = "" if updated_at is None else f", last updated {utc_text(updated_at)}"
     text = f"the {kind} {own_name}{where} has {counted(number, noun)}{last}"
     if name is None and sys.stdin.isatty():
-        click.echo(without_controls(text), err=True)
+        click.echo(escape_controls(text), err=True)
         question = f"To {change}, enter its name"
         entered = click.prompt(question, default="", show_default=False, err=True)
         if not _is_name(described, entered):
@@ -263,10 +263,10 @@ def one_line_errors() -> Iterator[None]:
         retryable = getattr(error, "retryable", False)
         raise Failure(message, name, retryable=retryable) from None
     except OSError as error:
-        raise _of_system(error) from None
+        raise _failure_of(error) from None
 
 
-def _of_system(error: OSError) -> Failure:
+def _failure_of(error: OSError) -> Failure:
     reason = error.strerror or str(error)
     if error.filename is None:
         return Failure(f"the output, or a file, cannot be written: {reason}", "OSError")

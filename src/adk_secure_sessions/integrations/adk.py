@@ -206,7 +206,7 @@ def session_service(uri: str, **options: object) -> EncryptedSessionService:
             are other options.
     """
     parsed = _parsed(uri, options)
-    return cast(EncryptedSessionService, parsed) if _describes.get() else _shared(parsed)
+    return cast(EncryptedSessionService, parsed) if _describes.get() else _shared_service(parsed)
 
 
 @hides_locals
@@ -228,7 +228,7 @@ def artifact_service(uri: str, **options: object) -> "BaseArtifactService":
     from adk_secure_sessions.integrations.object_store import ArtifactStore
 
     store = ArtifactStore(parsed.blobs, allow_http=parsed.allow_http)
-    return EncryptedArtifactService(_shared(parsed), store)
+    return EncryptedArtifactService(_shared_service(parsed), store)
 
 
 @hides_locals
@@ -242,7 +242,7 @@ def memory_service(uri: str, **options: object) -> "BaseMemoryService":
         return cast("BaseMemoryService", parsed)
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 
-    return EncryptedMemoryService(_shared(parsed))
+    return EncryptedMemoryService(_shared_service(parsed))
 
 
 def _parsed(uri: str, options: Mapping[str, object]) -> ServiceUri:
@@ -271,15 +271,15 @@ _services: dict[tuple[object, ...], EncryptedSessionService] = {}
 _lock = ThreadLock()
 
 
-def _shared(uri: ServiceUri) -> EncryptedSessionService:
-    which = uri._replace(blobs=None, allow_http=False)
+def _shared_service(uri: ServiceUri) -> EncryptedSessionService:
+    key = uri._replace(blobs=None, allow_http=False)
     with _lock.lock:
-        if which not in _services:
+        if key not in _services:
             backend, additional = backends_for(uri.backends, uri.keys)
             service = EncryptedSessionService(uri.db_url, backend, additional, **dict(uri.options))
             _close_on_sigterm()
-            _services[which] = service
-        return _services[which]
+            _services[key] = service
+        return _services[key]
 
 
 def _close_on_sigterm() -> None:
@@ -310,6 +310,6 @@ def _close_on_sigterm() -> None:
 
 async def _close_files() -> None:
     """Close the services of SQLite databases: a server notices when the process ends."""
-    for which, service in list(_services.items()):
-        if str(which[0]).startswith("sqlite"):
+    for key, service in list(_services.items()):
+        if str(key[0]).startswith("sqlite"):
             await service.close()

@@ -114,10 +114,10 @@ class ArtifactSource:
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    return await _answer(asyncio.to_thread(call, *arguments))
+    return await _translate_errors(asyncio.to_thread(call, *arguments))
 
 
-async def _answer(call: Awaitable[T]) -> T:
+async def _translate_errors(call: Awaitable[T]) -> T:
     try:
         return await call
     except SecureSessionError:
@@ -130,7 +130,7 @@ async def _answer(call: Awaitable[T]) -> T:
         ) from None
 
 
-def gap_in(numbers: Sequence[int]) -> str | None:
+def find_gap(numbers: Sequence[int]) -> str | None:
     """Say which of the version numbers, which are sorted, is the first one that is missing."""
     missing = next((n for n, found in enumerate(numbers) if n != found), None)
     if missing is None:
@@ -173,7 +173,7 @@ class FileArtifacts(ArtifactSource):
 
     def _walk(self) -> Iterator[SourceArtifact]:
         root = self._root / "apps"
-        for name, below, files in os.walk(root, onerror=_raise):
+        for name, below, files in os.walk(root, onerror=_raise_unless_missing):
             directory = Path(name)
             # A link may lead anywhere.
             if any((directory / one).is_symlink() for one in ("", *below, *files)):
@@ -181,7 +181,7 @@ class FileArtifacts(ArtifactSource):
                     "the source contains a symbolic link: replace the link by what it names"
                 )
             if found := _VERSIONS.fullmatch(directory.relative_to(root).as_posix()):
-                yield _artifact(found, directory, below)
+                yield _read_artifact(found, directory, below)
                 below.clear()  # not to be walked
             below.sort()
 
@@ -189,19 +189,19 @@ class FileArtifacts(ArtifactSource):
         await _in_thread(_remove_empty, self._root / "apps")
 
 
-def _raise(error: OSError) -> None:
+def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):  # a service may delete directories meanwhile
         raise error
 
 
-def _artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> SourceArtifact:
+def _read_artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> SourceArtifact:
     app_name, user_id, session_id, path = found.groups()
     # google-adk saves a version in a directory with another name, and renames it at the end.
     numbers = sorted(int(name) for name in names if name.isdecimal())
-    name, versions, problem = path, [], gap_in(numbers)
+    name, versions, problem = path, [], find_gap(numbers)
     try:
         for number in [] if problem else numbers:
-            name, version = _version(parent / str(number), number)
+            name, version = _read_version(parent / str(number), number)
             versions.append(version)
     # The texts of these errors quote values.
     except (AttributeError, OSError, KeyError, RecursionError, TypeError, ValueError):
@@ -213,11 +213,11 @@ def _artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> Sourc
         problem = "its metadata.json has the name of another artifact"
     if session_id is None and not name.startswith(USER_PREFIX):
         name = USER_PREFIX + name
-    delete = partial(_delete, parent, [one.number for one in versions])
+    delete = partial(_delete_versions, parent, [one.number for one in versions])
     return SourceArtifact(app_name, user_id, session_id, name, versions, problem, delete)
 
 
-def _version(directory: Path, number: int) -> tuple[str, SourceVersion]:
+def _read_version(directory: Path, number: int) -> tuple[str, SourceVersion]:
     """Return the name with which a version was saved, and the version."""
     with _open(directory / "metadata.json") as file:
         values = json.load(file)
@@ -252,7 +252,7 @@ def _path_of(name: str) -> str:
     return "artifact" if path == "." else path
 
 
-def _delete(parent: Path, numbers: Sequence[int]) -> None:
+def _delete_versions(parent: Path, numbers: Sequence[int]) -> None:
     """Delete versions and unfinished versions.
 
     The latest version is first, and becomes an unfinished one at once.  So if the process stops,
@@ -266,7 +266,7 @@ def _delete(parent: Path, numbers: Sequence[int]) -> None:
 
 def _remove_empty(root: Path) -> None:
     """Remove the empty directories below *root*: their names are ids and names of artifacts."""
-    for directory, _, _ in os.walk(root, topdown=False, onerror=_raise):
+    for directory, _, _ in os.walk(root, topdown=False, onerror=_raise_unless_missing):
         if Path(directory) != root and not os.listdir(directory):
             os.rmdir(directory)
 
@@ -309,7 +309,7 @@ class GcsArtifacts(ArtifactSource):
                 numbers = sorted(by_number)
                 versions = [_blob_version(by_number[number], number) for number in numbers]
                 delete = partial(_delete_blobs, [by_number[number] for number in numbers])
-                yield SourceArtifact(*ids, versions, gap_in(numbers), delete)
+                yield SourceArtifact(*ids, versions, find_gap(numbers), delete)
 
 
 def _new_client() -> Any:
@@ -384,7 +384,7 @@ class ServiceArtifacts(ArtifactSource):
         for app_name, user_id, session_id in self._sessions:
             scope = {"app_name": app_name, "user_id": user_id}
             keys = self._service.list_artifact_keys(**scope, session_id=session_id)
-            for filename in await _answer(keys):
+            for filename in await _translate_errors(keys):
                 of_session = None if filename.startswith(USER_PREFIX) else session_id
                 if (ids := (app_name, user_id, of_session, filename)) in seen:
                     continue
@@ -395,11 +395,11 @@ class ServiceArtifacts(ArtifactSource):
                 yield SourceArtifact(*ids, versions, problem, lambda: None)
 
     async def _versions(self, **ids: Any) -> tuple[list[SourceVersion], str | None]:
-        listed = await _answer(self._service.list_artifact_versions(**ids))
+        listed = await _translate_errors(self._service.list_artifact_versions(**ids))
         listed = sorted(listed, key=lambda one: one.version)
-        problem, versions = gap_in([one.version for one in listed]), list[SourceVersion]()
+        problem, versions = find_gap([one.version for one in listed]), list[SourceVersion]()
         for one in [] if problem else listed:
-            part = await _answer(self._service.load_artifact(**ids, version=one.version))
+            part = await _translate_errors(self._service.load_artifact(**ids, version=one.version))
             try:
                 if part is None:
                     raise ValueError

@@ -77,13 +77,13 @@ def scope_and_name(collection: str) -> tuple[str | None, str] | None:
 
 def versions_of(collection: Collection) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order."""
-    latest = {version.number: version for version in _version_of_each_item(collection)}
+    latest = {version.number: version for version in _parse_items(collection)}
     return [latest[number] for number in sorted(latest)]
 
 
 def version_count(collection: Collection) -> int:
     """Return how many versions the artifact has; *collection* needs at least the last item."""
-    return _version_of_each_item(collection)[-1].versions if collection.size else 0
+    return _parse_items(collection)[-1].versions if collection.size else 0
 
 
 class VersionExists(Exception):
@@ -107,7 +107,7 @@ async def add_version(
 
     if pieces is not None:
         blobs = store.blobs((await collections.database_id()).hex())
-        values = values | {"blob": _values(await blobs.write(pieces))}
+        values = values | {"blob": _blob_values(await blobs.write(pieces))}
     count = 0
 
     def item(collection: Collection) -> bytes:
@@ -131,16 +131,16 @@ def reencrypted_item(
     *plaintext* is that of the last such item, and *rotation* is `DataRotation.since`.
     """
     _, values = json_text.read_event(plaintext)
-    values |= {"blob": _values(blob), "version": number, "versions": versions}
+    values |= {"blob": _blob_values(blob), "version": number, "versions": versions}
     values["rotation"] = rotation
     return plaintext[: json_text.version_end(plaintext)] + json_text.dumps(values)
 
 
-def _values(blob: Blob) -> JsonObject:
+def _blob_values(blob: Blob) -> JsonObject:
     return {"prefix": blob.prefix, "name": blob.name, "key": blob.key.hex(), "size": blob.size}
 
 
-def _blob(values: JsonObject) -> Blob:
+def _parse_blob(values: JsonObject) -> Blob:
     """Return the blob in the JSON *values*; raise ValueError or TypeError if they are malformed."""
     blob = Blob(values["prefix"], values["name"], bytes.fromhex(values["key"]), values["size"])
     if (
@@ -155,12 +155,12 @@ def _blob(values: JsonObject) -> Blob:
     raise ValueError
 
 
-def _version_of_each_item(collection: Collection) -> list[Version]:
+def _parse_items(collection: Collection) -> list[Version]:
     """Parse all items in *collection*, and check each item against the item before it."""
     first = collection.size - len(collection.items)
     versions: list[Version] = []
     for number in range(first, collection.size):
-        one = _parsed(collection, number)
+        one = _parse_item(collection, number)
         # The first of several last items cannot be checked.
         before = versions[-1].versions if versions else None if number else 0
         # An item adds the next version, or describes an existing one again.
@@ -171,7 +171,7 @@ def _version_of_each_item(collection: Collection) -> list[Version]:
     return versions
 
 
-def _parsed(collection: Collection, item: int) -> Version:
+def _parse_item(collection: Collection, item: int) -> Version:
     _, values = json_text.read_event(collection.items[item - collection.size])
     row = collection.version.session_row
     try:
@@ -181,7 +181,7 @@ def _parsed(collection: Collection, item: int) -> Version:
         version = Version(
             number,
             dict(values["part"]),
-            None if blob is None else _blob(blob),
+            None if blob is None else _parse_blob(blob),
             dict(values["metadata"]),
             float(values["time"]),
             f"encrypted-artifact:///{row:x}/{number}",

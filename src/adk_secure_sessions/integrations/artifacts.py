@@ -130,13 +130,13 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
         address = _address(app_name, user_id, filename, session_id)
-        part = _part(artifact)
+        part = _as_part(artifact)
         if part.inline_data is None and part.text is None:
             if part.file_data is None:
                 raise InputValidationError("Not supported artifact type.")
             _check_reference(part, app_name, user_id, session_id)
         values, content = split_part(part)
-        pieces = None if content is None else _one(content)
+        pieces = None if content is None else _single_piece(content)
         return await self._save(address, values, pieces, custom_metadata)
 
     @accessed("artifact.read")
@@ -160,10 +160,10 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
                 belongs to another session or user, or more than 5 references follow each other.
         """
         for _ in range(_MAX_REFERENCES + 1):
-            stored = await self._version(_address(app_name, user_id, filename, session_id), version)
+            stored = await self._find(_address(app_name, user_id, filename, session_id), version)
             if stored is None:
                 return None
-            part = await self._part(stored)
+            part = await self._load_part(stored)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
                 # When ADK rewinds a session to a time before the artifact existed, it cannot delete
@@ -209,7 +209,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         if await self._collections.delete(address):
             for version in versions:
                 if version.blob is not None:
-                    await self._mark(version.blob)
+                    await self._mark_deleted(version.blob)
 
     @accessed("artifacts.list")
     async def list_versions(
@@ -240,7 +240,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         version: int | None = None,
     ) -> ArtifactVersion | None:
         """Return the metadata of a version, by default of the latest; None if there is none."""
-        stored = await self._version(_address(app_name, user_id, filename, session_id), version)
+        stored = await self._find(_address(app_name, user_id, filename, session_id), version)
         return None if stored is None else _as_artifact_version(stored)
 
     # --- streams ---------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
                 the content was tampered with.
             ArtifactStoreError: The store failed.  Only reading from the stream raises this error.
         """
-        stored = await self._version(_address(app_name, user_id, filename, session_id), version)
+        stored = await self._find(_address(app_name, user_id, filename, session_id), version)
         if stored is None:
             return None
         if stored.blob is None:
@@ -318,7 +318,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         encode_item(values)  # raises ValueError before anything is stored
         return await add_version(self._collections, self._store, address, values, pieces)
 
-    async def _version(self, address: Address, number: int | None) -> Version | None:
+    async def _find(self, address: Address, number: int | None) -> Version | None:
         """Return the version *number*, or the latest if *number* is None; None if there is none."""
         collection = await self._collections.get(address, limit=1)
         if collection is None:
@@ -333,9 +333,9 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         versions = versions_of(collection) if collection else []
         return versions[number] if number < len(versions) else None
 
-    async def _part(self, version: Version) -> types.Part:
+    async def _load_part(self, version: Version) -> types.Part:
         is_text = version.is_text
-        part = _restored({**version.part, "text": None} if is_text else version.part)
+        part = _parse_part({**version.part, "text": None} if is_text else version.part)
         if part is None:
             raise ConfigurationError(
                 f"the installed google-adk {adk_version} cannot read this version of the artifact, "
@@ -350,7 +350,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
                 part.inline_data.data = content
         return part
 
-    async def _mark(self, blob: Blob) -> None:
+    async def _mark_deleted(self, blob: Blob) -> None:
         """Mark a blob as deleted, unless another database wrote it, of which this may be a copy."""
         if blob.prefix != (await self._collections.database_id()).hex():
             return
@@ -389,7 +389,7 @@ def _address(app_name: str, user_id: str, filename: str, session_id: str | None)
     return app_name, user_id, collection_name(session_id, filename)
 
 
-def _part(artifact: object) -> types.Part:
+def _as_part(artifact: object) -> types.Part:
     """Return *artifact* as a part.  google-adk's `ensure_part` would quote and log its values."""
     if isinstance(artifact, types.Part):
         return artifact
@@ -409,7 +409,7 @@ def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
     elif part.text is not None:
         content, bare.text = encode_text(part.text), None
     values = json_text.exact_values(dumped(bare), _LEVELS, "artifact")
-    if _restored(values) == bare:
+    if _parse_part(values) == bare:
         return values | ({"text": ""} if is_text else {}), content
     raise ValueError(
         "the artifact is not stored, because it could not be read back as it is: a field holds a "
@@ -417,7 +417,7 @@ def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
     )
 
 
-def _restored(values: dict[str, Any]) -> types.Part | None:
+def _parse_part(values: dict[str, Any]) -> types.Part | None:
     """Return the part in *values*; None if the installed google-adk cannot read it."""
     try:
         return validated(types.Part, json_text.dumps(values))
@@ -425,7 +425,7 @@ def _restored(values: dict[str, Any]) -> types.Part | None:
         return None
 
 
-async def _one(content: bytes) -> AsyncIterator[bytes]:
+async def _single_piece(content: bytes) -> AsyncIterator[bytes]:
     yield content
 
 

@@ -27,8 +27,8 @@ from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import check_size
 from adk_secure_sessions.integrations.blob_store import (
     BLOB_ID,
-    DELETED,
-    NUMBER,
+    MARKS,
+    OBJECT_NAME,
     BlobStore,
     StoredObject,
     missing_blob,
@@ -58,13 +58,13 @@ def _in_thread(call: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
     @wraps(call)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        work = partial(_translating, partial(call, *args, **kwargs))
+        work = partial(_translate_errors, partial(call, *args, **kwargs))
         return await await_to_end(asyncio.get_running_loop().run_in_executor(None, work))
 
     return run
 
 
-def _translating(call: Callable[[], T]) -> T:
+def _translate_errors(call: Callable[[], T]) -> T:
     """Run *call*; replace an OSError by an ArtifactStoreError, which does not quote the path."""
     try:
         return call()
@@ -111,9 +111,9 @@ class BlobDirectory(BlobStore):
     def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
         # Create missing directories, and flush them and the file to the disk.
         if self.prefix not in self._seen:
-            with _opened(self._root) as root, root.made(self.prefix):
+            with _opened(self._root) as root, root.ensure_child(self.prefix):
                 root.sync()  # another process may have created it just now
-        with self._folder() as prefix, prefix.made(folder) as parent:
+        with self._folder() as prefix, prefix.ensure_child(folder) as parent:
             if replace:  # a new file has a new time, on every file system
                 _unlink(parent, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
@@ -169,7 +169,7 @@ class BlobDirectory(BlobStore):
 
     @_in_thread
     def unmark(self, name: str) -> None:
-        with suppress(FileNotFoundError), self._folder() as prefix, prefix.child(DELETED) as marks:
+        with suppress(FileNotFoundError), self._folder() as prefix, prefix.child(MARKS) as marks:
             _unlink(marks, name)
             marks.sync()
 
@@ -177,12 +177,12 @@ class BlobDirectory(BlobStore):
     def _listed(self, folder: str | None) -> list[StoredObject]:
         with suppress(FileNotFoundError), self._folder() as prefix:
             if folder is not None:
-                return _objects_in(prefix, folder)
+                return _list_folder(prefix, folder)
             return [
                 found
                 for entry in prefix.entries()
                 if BLOB_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-                for found in _objects_in(prefix, entry.name)
+                for found in _list_folder(prefix, entry.name)
             ]
         return []
 
@@ -210,7 +210,7 @@ class _Folder:
         return _opened(self._path / name, self)
 
     @contextmanager
-    def made(self, name: str) -> "Iterator[_Folder]":
+    def ensure_child(self, name: str) -> "Iterator[_Folder]":
         """Open the directory *name*; create it if it is missing, and flush this directory."""
         with suppress(FileExistsError):
             os.mkdir(self.at(name), 0o700, dir_fd=self.descriptor)
@@ -270,7 +270,7 @@ def make_directory(directory: Path) -> None:
 
     Raises ArtifactStoreError if *directory* cannot be opened to flush it later.
     """
-    _translating(partial(_make_directory, directory))
+    _translate_errors(partial(_make_directory, directory))
 
 
 def _make_directory(directory: Path) -> None:
@@ -293,11 +293,11 @@ def _deletable(blob: _Folder) -> list[str]:
     return [
         entry.name
         for entry in blob.entries()
-        if NUMBER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+        if OBJECT_NAME.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
     ]
 
 
-def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
+def _list_folder(prefix: _Folder, name: str) -> list[StoredObject]:
     """Return the objects in the folder *name*; an empty folder counts as an object of no size.
 
     If a link or a file is in the place of the folder of a blob, there are no objects; in the place
@@ -317,7 +317,7 @@ def _objects_in(prefix: _Folder, name: str) -> list[StoredObject]:
                         size = status.st_size if stat.S_ISREG(status.st_mode) else None
                         found.append(StoredObject(name, entry.name, size, status.st_mtime))
     except OSError as error:
-        is_replaced = error.errno in _REPLACED and name != DELETED
+        is_replaced = error.errno in _REPLACED and name != MARKS
         if error.errno != errno.ENOENT and not is_replaced:
             raise
     return found

@@ -28,8 +28,8 @@ from adk_secure_sessions.hiding import HoldsSecrets
 OBJECT_LENGTH = 8 * 2**20  # bytes; the last object of a blob may be shorter
 # The prefix and the name of a blob.  They become parts of paths, so nothing else is accepted.
 BLOB_ID = re.compile(r"[0-9a-f]{32}")
-NUMBER = re.compile(r"[0-9]{1,9}")  # of an object of a blob: its name
-DELETED = "deleted"  # the folder with the marks of deleted blobs
+OBJECT_NAME = re.compile(r"[0-9]{1,9}")  # of an object of a blob: its name
+MARKS = "deleted"  # the folder with the marks of deleted blobs
 _PARALLEL = 3  # objects that are uploaded at the same time
 _CLEANUP_SECONDS = 20.0  # limit for the two steps after a failed upload: wait, delete
 
@@ -156,13 +156,13 @@ class BlobStore(ABC):
 
     async def mark(self, name: str) -> None:
         """Mark the blob *name* as deleted, now; a mark that it has is replaced by a new one."""
-        await self._put(DELETED, name, b"", replace=True)
+        await self._put(MARKS, name, b"", replace=True)
 
     async def marks(self) -> dict[str, float]:
         """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
         return {
             mark.name: mark.modified
-            async for mark in self._objects(DELETED)
+            async for mark in self._objects(MARKS)
             if BLOB_ID.fullmatch(mark.name) and mark.size is not None
         }
 
@@ -186,7 +186,7 @@ class BlobStore(ABC):
         """Return the blob *name*, by default all, by name; also those of interrupted uploads."""
         blobs: dict[str, StoredBlob] = {}
         async for one in self._objects(name):
-            if BLOB_ID.fullmatch(one.folder) and NUMBER.fullmatch(one.name):
+            if BLOB_ID.fullmatch(one.folder) and OBJECT_NAME.fullmatch(one.name):
                 size, modified = blobs.get(one.folder, (0, one.modified))
                 size += one.size or 0
                 blobs[one.folder] = StoredBlob(size, max(modified, one.modified))

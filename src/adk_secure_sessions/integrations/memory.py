@@ -174,7 +174,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     drop.append(stored)
             if kept == len(wanted) and not drop and memory.has_scope(scope):
                 return None
-            return _item(scope, wanted[kept:], drop)
+            return _plan_item(scope, wanted[kept:], drop)
 
         await self._write(session.app_name, session.user_id, difference)
 
@@ -208,7 +208,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 if one.id not in known:
                     known.add(one.id)
                     wanted.append(one)
-            return _item(scope, wanted) if wanted or not memory.has_scope(scope) else None
+            return _plan_item(scope, wanted) if wanted or not memory.has_scope(scope) else None
 
         await self._write(app_name, user_id, difference)
 
@@ -252,7 +252,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     continue
                 wanted.append(one)
                 drop += [entry] if entry else []
-            return _item(EXPLICIT, wanted, drop) if wanted else None
+            return _plan_item(EXPLICIT, wanted, drop) if wanted else None
 
         if new:
             await self._write(app_name, user_id, difference)
@@ -278,7 +278,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         if self._ranker is None:
             entries = await memory.search(query)
         else:
-            entries = await _ranked(self._ranker, query, memory)
+            entries = await _rank(self._ranker, query, memory)
         row = memory.version.session_row
         return SearchMemoryResponse(memories=[entry.memory(row) for entry in entries])
 
@@ -298,7 +298,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
 
         def deletion(memory: UserMemory) -> _Planned | None:
             entries = memory.with_id(memory_id)
-            return _item(drop=entries, deleted=[memory_id]) if entries else None
+            return _plan_item(drop=entries, deleted=[memory_id]) if entries else None
 
         await self._write(app_name, user_id, deletion)
 
@@ -339,13 +339,13 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     if rewrites:
                         # Otherwise a memory whose entries are often replaced or deleted would grow
                         # for ever: each change adds an item, and the first search reads all items.
-                        plaintexts = await _encoded(rewritten)
+                        plaintexts = await _encode_items(rewritten)
                         if item.scope is not None:
                             only_added = item._replace(drop={}, deleted=())
                             plaintexts.append(encode_item(only_added.values()))
                         await self._collections.rewrite(address, plaintexts, version)
                     else:
-                        plaintexts = await _encoded(replaced.values())
+                        plaintexts = await _encode_items(replaced.values())
                         changed = dict(zip(replaced, plaintexts, strict=True))
                         values = encode_item(item.values())
                         await self._collections.append_at(version, address, values, changed)
@@ -386,14 +386,14 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 ):
                     number = collection.size - version.revision
                     collection = await self._collections.get(address, limit=number)
-                    if collection and await _applied(memory, collection):
+                    if collection and await _apply_items(memory, collection):
                         _cache_memory(cache, address, memory)
                         return memory
             collection = await self._collections.get(address)
             if collection is None:
                 return None
             memory = UserMemory(collection.version._replace(revision=0))
-            await _applied(memory, collection)
+            await _apply_items(memory, collection)
             _cache_memory(cache, address, memory)
             return memory
 
@@ -407,10 +407,10 @@ def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
     cache.put(address, memory, len(memory.entries) + _USER_SIZE)
 
 
-async def _applied(memory: UserMemory, collection: Collection) -> bool:
+async def _apply_items(memory: UserMemory, collection: Collection) -> bool:
     """Apply the items of *collection* to *memory*; return False if they are not its next ones."""
     version = collection.version._replace(revision=collection.size - len(collection.items))
-    async for item, writer in paced(await _decoded(collection)):
+    async for item, writer in paced(await _decode_items(collection)):
         with memory.lock:
             if memory.version != version:  # another process or thread has changed the memory
                 return False
@@ -419,7 +419,7 @@ async def _applied(memory: UserMemory, collection: Collection) -> bool:
     return True
 
 
-async def _decoded(collection: Collection) -> list[tuple[MemoryItem, str]]:
+async def _decode_items(collection: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *collection*, each with the version of google-adk that wrote it."""
     row, first = collection.version.session_row, collection.size - len(collection.items)
     items = []
@@ -433,7 +433,7 @@ async def _decoded(collection: Collection) -> list[tuple[MemoryItem, str]]:
     return items
 
 
-def _item(
+def _plan_item(
     scope: Scope | None = None,
     add: Sequence[Entry] = (),
     drop: Iterable[Entry] = (),
@@ -454,7 +454,7 @@ def _item(
     return MemoryItem(scope, values, dropped, deleted), len(values) == len(add)
 
 
-async def _encoded(items: Iterable[NewItem]) -> list[bytes]:
+async def _encode_items(items: Iterable[NewItem]) -> list[bytes]:
     encoded = []
     async for item, entries in paced(items):
         add = [None if entry is None else entry.values() for entry in entries]
@@ -462,7 +462,7 @@ async def _encoded(items: Iterable[NewItem]) -> list[bytes]:
     return encoded
 
 
-async def _ranked(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
+async def _rank(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
     with memory.lock:
         entries = sorted(memory.entries.items(), key=lambda one: one[0])
         row = memory.version.session_row

@@ -260,7 +260,7 @@ class UserMemory:
             return [self.entries[key] for _, key in heapq.nsmallest(_MAX_RESULTS, ranked)]
 
     def _index(self, key: int, text: str) -> None:
-        words, lower = searchable(text)
+        words, lower = words_and_text(text)
         for word in words:
             self._words.setdefault(word, set()).add(key)
         if words and not lower.isascii():
@@ -280,7 +280,7 @@ class UserMemory:
             assert scope is not None
             del self._scopes[scope][key]
             self._texts.pop(key, None)
-            for word in searchable(entry.text())[0]:
+            for word in words_and_text(entry.text())[0]:
                 self._words[word].discard(key)
                 if not self._words[word]:
                     del self._words[word]
@@ -304,7 +304,7 @@ def words_of(text: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(nfc(text))}
 
 
-def searchable(text: str) -> tuple[set[str], str]:
+def words_and_text(text: str) -> tuple[set[str], str]:
     """Return the words by which a search finds *text*, and the text in NFC and in lower case.
 
     Japanese and Chinese have no spaces between words.  So if a word mixes Latin and other letters,

@@ -17,8 +17,8 @@ from adk_secure_sessions.formats.blobs import check_size
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory, make_directory
 from adk_secure_sessions.integrations.blob_store import (
-    DELETED,
-    NUMBER,
+    MARKS,
+    OBJECT_NAME,
     BlobStore,
     StoredObject,
     missing_blob,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 TIMEOUT = 60.0  # the default limit for one request and its retries, in seconds
 # For each scheme, the class of obstore, and how the environment variables begin that it reads.
-_CLASSES = {
+_SCHEMES = {
     "s3": ("S3Store", "AWS_"),
     "gs": ("GCSStore", "GOOGLE_"),
     "az": ("AzureStore", "AZURE_"),
@@ -162,8 +162,8 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     except ValueError:
         parts = urlsplit("")
     scheme = parts.scheme
-    if scheme not in (*_CLASSES, "memory"):
-        known = ", ".join(f"{name}://" for name in (*_CLASSES, "memory"))
+    if scheme not in (*_SCHEMES, "memory"):
+        known = ", ".join(f"{name}://" for name in (*_SCHEMES, "memory"))
         raise ConfigurationError(f"the artifact store is a path, or begins with file://, {known}")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigurationError(
@@ -174,7 +174,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
         return stores.MemoryStore()
     if not parts.netloc:
         raise ConfigurationError(f"name the bucket: {scheme}://BUCKET/PREFIX")
-    name, prefix = _CLASSES[scheme]
+    name, prefix = _SCHEMES[scheme]
     milliseconds = max(1, round(timeout * 1000))
     client: dict[str, Any] = {"connect_timeout": "5s", "timeout": f"{milliseconds}ms"}
     client |= options.pop("client_options", None) or {}
@@ -184,7 +184,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     arguments |= {"client_options": client, "retry_config": retries}
     variables = {key: text for key, text in os.environ.items() if key.upper().startswith(prefix)}
     try:
-        plain = _plain_addresses(variables, options, options.get("config") or {})
+        plain = _http_endpoints(variables, options, options.get("config") or {})
         # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
         client["allow_http"] = bool(plain)
         made: Any = getattr(stores, name)(parts.netloc, **arguments)
@@ -206,7 +206,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     return made  # type: ignore[no-any-return]
 
 
-def _plain_addresses(*settings: Mapping[str, Any]) -> list[str]:
+def _http_endpoints(*settings: Mapping[str, Any]) -> list[str]:
     """Return the endpoints in *settings* that begin with http://."""
     return [
         str(value)
@@ -275,12 +275,12 @@ class _Bucket(BlobStore):
             raise missing_blob("store") from None
 
     async def delete(self, name: str) -> None:
-        names = [one.name async for one in self._objects(name) if NUMBER.fullmatch(one.name)]
+        names = [one.name async for one in self._objects(name) if OBJECT_NAME.fullmatch(one.name)]
         if names:
             await self._delete_objects([self._path(name, one) for one in names])
 
     async def unmark(self, name: str) -> None:
-        await self._delete_objects([self._path(DELETED, name)])
+        await self._delete_objects([self._path(MARKS, name)])
 
     async def _delete_objects(self, paths: Sequence[str]) -> None:
         with suppress(FileNotFoundError):
@@ -320,10 +320,10 @@ class _Bucket(BlobStore):
         except TamperedError:
             raise
         except Exception as error:
-            raise _translated(error) from None
+            raise _translate(error) from None
 
 
-def _translated(error: Exception) -> Exception:
+def _translate(error: Exception) -> Exception:
     """Return our error for *error* of obstore; FileNotFoundError for a missing object or bucket."""
     from obstore import exceptions
 

@@ -45,7 +45,7 @@ _WRITES_PLAINTEXT = {
 # The first matches the paths of google-adk's routes for evaluations and tests, in all releases.
 # The second matches names and ids, which may contain the same words.
 _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
-_NAMES = re.compile(r"/apps?/[^/]+(?:/users/[^/]+(?:/sessions/[^/]+(?:/artifacts/.*)?)?)?")
+_IDS_IN_PATH = re.compile(r"/apps?/[^/]+(?:/users/[^/]+(?:/sessions/[^/]+(?:/artifacts/.*)?)?)?")
 # The schemes of google-adk's services that store plaintext.
 _PLAINTEXT_SCHEMES = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
 
@@ -94,7 +94,7 @@ def _scheme_of(uri: str, option: str) -> str:
     )
 
 
-def refusal(found: Mapping[str, str]) -> str:
+def rejection(found: Mapping[str, str]) -> str:
     """Return the text of an error for *found*, elements of `PLAINTEXT_KINDS` with the cause."""
     text = ", ".join(f"{kind} ({where})" for kind, where in found.items())
     uri = (
@@ -131,12 +131,12 @@ def _create_checked(kind: str, create: Callable[..., Any], uri: str, **options: 
             "ADK_SECURE_SESSIONS_URI): if services.yaml or services.py registers it, see "
             "google-adk's warning above"
         )
-    if stored_by(service) == PLAINTEXT:
-        raise ConfigurationError(refusal({kind: f"--{option} makes a {type(service).__name__}"}))
+    if protection_of(service) == PLAINTEXT:
+        raise ConfigurationError(rejection({kind: f"--{option} makes a {type(service).__name__}"}))
     return service
 
 
-def stored_by(service: object) -> str:
+def protection_of(service: object) -> str:
     """Return what *service* stores; without the property `stores_plaintext`, it is plaintext."""
     from google.adk.artifacts import InMemoryArtifactService
     from google.adk.memory import InMemoryMemoryService
@@ -176,7 +176,7 @@ def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
     if service is None:
         return UNKNOWN, f"{scheme}:// is not registered"
     made = "" if isinstance(service, adk.ServiceUri) else f" makes a {type(service).__name__}"
-    return stored_by(service), f"{scheme}://{made}"
+    return protection_of(service), f"{scheme}://{made}"
 
 
 def without_evaluations(application: ASGIApp) -> ASGIApp:
@@ -184,7 +184,7 @@ def without_evaluations(application: ASGIApp) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         writes = scope["type"] == "http" and scope["method"] != "GET"
-        if not writes or not _EVALUATIONS.search(_NAMES.sub("", scope["path"])):
+        if not writes or not _EVALUATIONS.search(_IDS_IN_PATH.sub("", scope["path"])):
             await application(scope, receive, send)
             return
         text = (

@@ -78,12 +78,12 @@ logger: logging.Logger = logging.getLogger(__name__)
 # In error messages, one of these texts stands for the table of a rejected value.
 EVENTS, STATES = "inner events", "inner states"
 
-_TEXTS = ("id", "invocation_id", "author")  # of an event, for the inner service
+_ID_FIELDS = ("id", "invocation_id", "author")  # of an event, for the inner service
 _CHUNK = 64  # events to decrypt before other tasks may run
-_NAME = re.compile("[0-9a-f]{32}")  # a state key without its prefix, as the inner service stores it
+_STORED_KEY = re.compile("[0-9a-f]{32}")  # a state key in the inner service, without its prefix
 _NO_EVENTS = GetSessionConfig(num_recent_events=0)
 # Seconds by which the inner service may round the time of an event.
-_ROUNDING = 0.001
+_TIME_TOLERANCE = 0.001
 
 
 @hides_locals
@@ -156,7 +156,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             cache=cache,
             packing=packing,
         )
-        self._skip = skip_unreadable_sessions
+        self._skips_unreadable = skip_unreadable_sessions
         # A change is stored by the other service, so no transaction could also store its record.
         self._recording = recording(self._runner, audit, None)
         self._feature = Feature(self._runner, FeatureName.WRAPPER)
@@ -174,7 +174,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
         await self._runner.database_keys()
-        await _call(self._inner, "prepare_tables")
+        await _call_if_defined(self._inner, "prepare_tables")
 
     @accessed("session.create")
     async def create_session(
@@ -203,10 +203,10 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise ValueError("session_id must not be empty, nor begin or end with spaces")
         if session_id is None and scopes.session:
             session_id = f"s-{platform_uuid.new_uuid()}"
-        writer = await self._writer(app_name, user_id, session_id or "")
-        sealed = writer.seal_states(scopes)
+        writer = await self._fresh_cipher(app_name, user_id, session_id or "")
+        encrypted = writer.encrypt_states(scopes)
         stored = await self._inner.create_session(
-            app_name=app_name, user_id=user_id, state=sealed or None, session_id=session_id
+            app_name=app_name, user_id=user_id, state=encrypted or None, session_id=session_id
         )
         if session_id is not None and stored.id != session_id:
             await self._inner.delete_session(
@@ -217,7 +217,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 "it accepts, or give none"
             )
         identity = await self._runner.identify(app_name, user_id, stored.id)
-        return await self._read(identity, lambda reader: reader.open_session(stored))
+        return await self._read(identity, lambda reader: reader.decrypt_session(stored))
 
     @accessed("session.read")
     async def get_session(
@@ -248,7 +248,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         if stored is None:
             return None
         identity = await self._runner.identify(app_name, user_id, session_id)
-        return await self._read(identity, lambda reader: reader.open_session(stored, config))
+        return await self._read(identity, lambda reader: reader.decrypt_session(stored, config))
 
     @accessed("sessions.list")
     async def list_sessions(
@@ -267,10 +267,10 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             owner = stored.user_id if user_id is None else user_id
             identity = await self._runner.identify(app_name, owner, stored.id)
             try:
-                work = partial(_SessionCipher.open_session, stored=stored, config=_NO_EVENTS)
+                work = partial(_SessionCipher.decrypt_session, stored=stored, config=_NO_EVENTS)
                 listed.append(await self._read(identity, work))
             except DecryptionError as error:
-                if not self._skip:
+                if not self._skips_unreadable:
                     raise
                 logger.error("left out of a listing: %s", error)
         return ListSessionsResponse(sessions=listed)
@@ -302,7 +302,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
         stored = await method(app_name=app_name, user_id=user_id)
         identity = await self._runner.identify(app_name, user_id)
-        return await self._read(identity, lambda reader: reader.open_entries(reader.user, stored))
+        return await self._read(identity, lambda reader: reader.decrypt_scope(reader.user, stored))
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -330,18 +330,18 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     async def _append(self, session: Session, event: Event) -> None:
         delta = json_text.json_scopes(event.actions.state_delta)
         events.microseconds(event.timestamp)  # raises ValueError if it is not a possible time
-        if not all(isinstance(getattr(event, name), str) for name in _TEXTS):
+        if not all(isinstance(getattr(event, name), str) for name in _ID_FIELDS):
             raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
         stored = await self._inner_session(session)
-        writer = await self._writer(session.app_name, session.user_id, session.id)
-        sealed = writer.seal_event(event, plaintext, writer.seal_states(delta))
+        writer = await self._fresh_cipher(session.app_name, session.user_id, session.id)
+        encrypted = writer.encrypt_event(event, plaintext, writer.encrypt_states(delta))
         # Give the inner service a copy: it changes the object, even if it then fails to store the
         # event.
         changed = stored.model_copy(
             update={"events": list(stored.events), "state": dict(stored.state)}
         )
-        await self._inner.append_event(changed, sealed)
+        await self._inner.append_event(changed, encrypted)
         session.last_update_time = changed.last_update_time
         session._storage_update_marker = _Marker.of(changed)
         session.state.update(event.actions.state_delta or {})
@@ -367,7 +367,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     async def flush(self) -> None:
         """Let the other service store what it buffers."""
-        await _call(self._inner, "flush")
+        await _call_if_defined(self._inner, "flush")
 
     async def close(self) -> None:
         """Close the key database and discard all keys; close the other service.
@@ -377,9 +377,9 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         try:
             await self._runner.close()
         finally:
-            await _call(self._inner, "close")
+            await _call_if_defined(self._inner, "close")
 
-    async def _writer(self, app_name: str, user_id: str, session_id: str) -> "_SessionCipher":
+    async def _fresh_cipher(self, app_name: str, user_id: str, session_id: str) -> "_SessionCipher":
         """Return an object that encrypts with data keys that were just read.
 
         Another process may have erased cached ones.
@@ -452,18 +452,18 @@ class _SessionCipher:
         self.user = _StateScope(USER_PREFIX, identity.user_tag, ("user", *user))
         self.session = _StateScope("", identity.user_tag, ("session", *user, identity.session_id))
 
-    def seal_states(self, values: Scopes) -> dict[str, str]:
+    def encrypt_states(self, values: Scopes) -> dict[str, str]:
         """Return the entries of all scopes in one dict."""
-        sealed = {}
+        encrypted = {}
         for scope, entries in zip((self.app, self.user, self.session), values, strict=True):
             for key, value in entries.items():
                 name = self._index_master.mac("wrapped state key", *scope.parts, key).hex()
                 context = _state_context(scope, name)
                 record = self._keys.seal(scope.owner, context, dump_state({key: value}))
-                sealed[scope.prefix + name] = _to_base64(record)
-        return sealed
+                encrypted[scope.prefix + name] = _to_base64(record)
+        return encrypted
 
-    def seal_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
+    def encrypt_event(self, event: Event, plaintext: bytes, delta: dict[str, str]) -> Event:
         """Return the event to store; *plaintext* encodes *event*, and *delta* is encrypted."""
         record = self._keys.seal(self._identity.user_tag, self._event_context(event.id), plaintext)
         return Event(
@@ -476,7 +476,7 @@ class _SessionCipher:
             actions=EventActions(state_delta=dict(delta)),
         )
 
-    async def open_session(
+    async def decrypt_session(
         self, stored: Session, config: GetSessionConfig | None = None
     ) -> Session:
         identity = self._identity
@@ -487,9 +487,9 @@ class _SessionCipher:
             app_name=stored.app_name,
             user_id=stored.user_id,
             state=json_text.merge_scopes(
-                await self.open_entries(self.app, split.app),
-                await self.open_entries(self.user, split.user),
-                await self.open_entries(self.session, split.session),
+                await self.decrypt_scope(self.app, split.app),
+                await self.decrypt_scope(self.user, split.user),
+                await self.decrypt_scope(self.session, split.session),
             ),
             last_update_time=stored.last_update_time,
         )
@@ -502,9 +502,9 @@ class _SessionCipher:
                 await asyncio.sleep(0)
             text = _text_of_event(one)
             if text in seen:
-                raise TamperedError("it is stored twice", Reason.MISMATCH, EVENTS, _printed(one.id))
+                raise TamperedError("it is stored twice", Reason.MISMATCH, EVENTS, _safe_id(one.id))
             seen.add(text)
-            event = self._open_event(one, text)
+            event = self._decrypt_event(one, text)
             # Filter again: not every service filters events, and some compare rounded times.
             if not after or event.timestamp >= after:
                 history.append(event)
@@ -513,14 +513,14 @@ class _SessionCipher:
         session.events = history
         return session
 
-    async def open_entries(self, scope: _StateScope, stored: JsonObject) -> JsonObject:
+    async def decrypt_scope(self, scope: _StateScope, stored: JsonObject) -> JsonObject:
         """Decrypt the entries of one scope, whose names have no prefix."""
         entries: JsonObject = {}
         for name, value in stored.items():
             try:
-                entries.update(self._open_entry(scope, name, value))
+                entries.update(self._decrypt_entry(scope, name, value))
             except DecryptionError as error:
-                shown = scope.prefix + (name if _NAME.fullmatch(name) else "?")
+                shown = scope.prefix + (name if _STORED_KEY.fullmatch(name) else "?")
                 # The user was erased, and the user id is used again.  The old entries of the user's
                 # state stay in the inner store, which has no method to delete them.
                 of_erased_user = self._is_current and scope is self.user
@@ -533,8 +533,8 @@ class _SessionCipher:
                 )
         return entries
 
-    def _open_entry(self, scope: _StateScope, name: str, value: object) -> JsonObject:
-        if not _NAME.fullmatch(name):
+    def _decrypt_entry(self, scope: _StateScope, name: str, value: object) -> JsonObject:
+        if not _STORED_KEY.fullmatch(name):
             raise PlaintextRefusedError("a key of the state is not a blind index")
         context = _state_context(scope, name)
         entry = load_state(self._keys.open(scope.owner, context, _from_base64(value)), "the value")
@@ -542,19 +542,19 @@ class _SessionCipher:
             raise TamperedError("its plaintext is malformed", Reason.MALFORMED)
         return entry
 
-    def _open_event(self, stored: Event, text: str) -> Event:
+    def _decrypt_event(self, stored: Event, text: str) -> Event:
         context = self._event_context(stored.id)
         try:
             plaintext = self._keys.open(self._identity.user_tag, context, _from_base64(text))
-            event = events.decode(plaintext, _printed(stored.id), table=EVENTS)
-            for name in (*_TEXTS, "turn_complete"):
+            event = events.decode(plaintext, _safe_id(stored.id), table=EVENTS)
+            for name in (*_ID_FIELDS, "turn_complete"):
                 if getattr(stored, name) != getattr(event, name):
                     raise TamperedError(f"its {name} was modified", Reason.MISMATCH)
-            if not abs(stored.timestamp - event.timestamp) <= _ROUNDING:
+            if not abs(stored.timestamp - event.timestamp) <= _TIME_TOLERANCE:
                 raise TamperedError("its timestamp was modified", Reason.MISMATCH)
             return event
         except DecryptionError as error:
-            raise error.located(EVENTS, _printed(stored.id)) from None
+            raise error.located(EVENTS, _safe_id(stored.id)) from None
 
     def _event_context(self, event_id: str) -> bytes:
         identity = self._identity
@@ -596,7 +596,7 @@ def _require_ids(stored: Session, expected: tuple[str, str, str]) -> None:
         )
 
 
-def _printed(event_id: str) -> str:
+def _safe_id(event_id: str) -> str:
     """Return the id of a stored event for an error; "?" if the id is long or not printable."""
     return event_id if event_id.isprintable() and len(event_id) <= 128 else "?"
 
@@ -606,10 +606,10 @@ def _text_of_event(stored: Event) -> str:
     texts = [part.text for part in parts]
     if len(texts) == 1 and texts[0] is not None:
         return texts[0]
-    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=_printed(stored.id))
+    raise PlaintextRefusedError("not an encrypted event", table=EVENTS, row=_safe_id(stored.id))
 
 
-async def _call(service: BaseSessionService, name: str) -> None:
+async def _call_if_defined(service: BaseSessionService, name: str) -> None:
     if (method := getattr(service, name, None)) is not None:
         result = method()
         if inspect.isawaitable(result):
