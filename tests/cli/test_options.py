@@ -34,6 +34,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "rotate data": [rotate._rotate],
     "retire": [maintenance.retire],
     "separate": [maintenance.separate],
+    "move-keys": [maintenance.move_keys],
     "index fill": [maintenance.fill_index],
     "index drop": [maintenance.drop_index],
     "erase-user": [maintenance.erase_user],
@@ -54,9 +55,9 @@ def passed(name: str) -> set[str]:
     if all(one.kind is not one.VAR_KEYWORD for one in kinds.values()):
         return set()
     own = {one.name for one in command.params if not isinstance(one, CommonOption)}
-    # `on_database` and `with_store` convert some options to `db` and `store`, and those of
-    # `migrate` some to a source and a selection.
-    converted = {"db", "compression", "padding", "allow_http"}
+    # `on_database` and `with_store` convert some options to `db` and `store`, those of `migrate`
+    # some to a source and a selection, and `run` asks for the confirmation.
+    converted = {"db", "compression", "padding", "allow_http", "confirm"}
     if name in OF_SOURCE:
         converted |= {"app", "since", *inspect.signature(open_source).parameters}
     return {name for name in own if name} - kinds.keys() - converted
