@@ -313,7 +313,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         Raises:
             ConfigurationError: The installed google-adk cannot parse an event that a newer
                 google-adk stored.
-            ValueError: `num_recent_events` is negative.
+            ValueError: `num_recent_events` is negative, or `after_timestamp` is no possible time.
         """
         check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None

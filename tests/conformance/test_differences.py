@@ -45,6 +45,21 @@ async def test_order_of_events_is_that_of_appending(
     assert ids(late) == [text for text in expected if text != "b"]
 
 
+async def test_impossible_time_is_an_error_also_if_the_session_is_unknown(
+    kind: Kind, service: BaseSessionService
+) -> None:
+    session = await create(service)
+    unknown = session.model_copy(update={"id": "unknown"})
+    for time in (math.nan, math.inf):
+        with pytest.raises((ValueError, OverflowError)):
+            await reload(service, session, after_timestamp=time)
+        if kind.is_reference:
+            assert await find(service, unknown, after_timestamp=time) is None
+        else:
+            with pytest.raises(ValueError, match="not a possible time"):
+                await find(service, unknown, after_timestamp=time)
+
+
 async def test_reused_event_id_is_accepted(kind: Kind, service: BaseSessionService) -> None:
     session = await create(service)
     await service.append_event(session, event("one", id="same"))
