@@ -193,11 +193,7 @@ async def export_audit(
 
 @audit.command
 async def purge_audit(
-    db: Database,
-    older_than: timedelta,
-    *,
-    dry_run: bool = False,
-    progress: Progress | None = None,
+    db: Database, older_than: timedelta, *, dry_run: bool = False, progress: Progress | None = None
 ) -> AuditPurge:
     """Delete the chains of the audit trail whose last record is older than *older_than*.
 

@@ -119,9 +119,6 @@ async def _delete_if_due(
 
 _BEFORE, _NOW = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))
 # The times are not authenticated yet.
-_IS_DUE = (
-    ~IS_COLLECTION,
-    sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW),
-)
+_IS_DUE = (~IS_COLLECTION, sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW))
 _DUE_SESSIONS = SESSION_ROWS.where(*_IS_DUE)
 _NUMBER_OF_DUE = select_count(sessions, *_IS_DUE)

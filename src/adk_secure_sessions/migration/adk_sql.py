@@ -329,11 +329,7 @@ class AdkQueries:
         return self._read_event(row, self._events_zone)
 
     def states(
-        self,
-        connection: sa.Connection,
-        selection: Selection,
-        table: sa.Table,
-        after: Ids | None,
+        self, connection: sa.Connection, selection: Selection, table: sa.Table, after: Ids | None
     ) -> list[tuple[Ids, Any]]:
         """Return the next rows of a table of states; *after* is as for `page`."""
         key, of_app = tuple(table.primary_key), self._of_app(table, selection)

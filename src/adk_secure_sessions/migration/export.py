@@ -298,12 +298,7 @@ async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> Non
                 run.result.states += await write_line(ids, None)
 
 
-def _line(
-    ids: Ids,
-    app_state: bytes,
-    user_state: bytes,
-    content: SessionContent | None,
-) -> bytes:
+def _line(ids: Ids, app_state: bytes, user_state: bytes, content: SessionContent | None) -> bytes:
     """Return the line of a session or, if *content* is None, of a user without sessions.
 
     The JSON is inserted as it is stored: parsing would take most of the time.
