@@ -158,7 +158,7 @@ _MODELS: dict[str, type[BaseModel]] = {
 _OTHERS = ("actions", "custom_metadata", "long_running_tool_ids_json", "timestamp")
 PICKLED_COLUMNS = (*_TEXTS, *_FLAGS, *_MODELS, *_OTHERS)
 # The names of all columns that contain JSON, in any schema.
-JSON_VALUES = frozenset({"event_data", "custom_metadata", *_MODELS})
+JSON_VALUES = frozenset({"state", "event_data", "custom_metadata", *_MODELS})
 
 
 def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> SourceEvent:

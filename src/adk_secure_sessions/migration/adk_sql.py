@@ -133,12 +133,9 @@ class AdkQueries:
         self.kind: TableKind = own_kinds[0]
         self.dialect: str = connection.dialect.name
         self._is_mysql = self.dialect in _MYSQL
-        self.sessions_zone: tzinfo | None = adk_rows.sessions_time_zone(self.dialect)
-        self._events_zone: tzinfo = UTC
-        if time_zone is not None:
-            self._events_zone = time_zone
-            if self.dialect != "sqlite":
-                self.sessions_zone = time_zone
+        self._events_zone: tzinfo = time_zone or UTC
+        given = None if self.dialect == "sqlite" else time_zone
+        self.sessions_zone: tzinfo | None = given or adk_rows.sessions_time_zone(self.dialect)
         self._require_text_ids(connection)
         inspector = sa.inspect(connection)
         # Whether `events` has an index on the session's ids.  google-adk 1.28 and later create this
@@ -159,12 +156,7 @@ class AdkQueries:
             self._read_event = partial(adk_rows.convert_json_row, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
-            self._json(_e.c[name])
-            if name in adk_rows.JSON_VALUES & present
-            else _e.c[name]
-            if name in present
-            else sa.null()
-            for name in columns
+            self._json(_e.c[name]) if name in present else sa.null() for name in columns
         ]
         self._size_columns = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
 
@@ -387,9 +379,10 @@ class AdkQueries:
             sa.and_(sa.func.typeof(updated_at) != "text", updated_at >= since / 1_000_000),
         )
 
-    def _json(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-        """Return *column*, which contains JSON, as text.  On PostgreSQL, its type may be JSONB."""
-        return sa.cast(column, sa.Text()) if self.dialect == "postgresql" else column
+    def _json(self, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+        """Return *column* as text, if it contains JSON.  On PostgreSQL, its type may be JSONB."""
+        is_jsonb = self.dialect == "postgresql" and column.name in adk_rows.JSON_VALUES
+        return sa.cast(column, sa.Text()) if is_jsonb else column
 
     def _size(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
         if self.dialect == "postgresql":
@@ -430,19 +423,15 @@ class AdkQueries:
             # For a list of tuples, SQLite scans the whole table.  For a table expression, SQLite
             # uses the index.  If there is no index, which the first condition checks, SQLite would
             # scan the table for each tuple of the expression.
-            text = sa.Text()
-            values = sa.values(
-                sa.column("a", text), sa.column("u", text), sa.column("i", text), name="k"
-            )
-            table = values.data([tuple(key) for key in keys]).cte("k")
-            return sa.tuple_(*columns).in_(sa.select(table.c.a, table.c.u, table.c.i))
+            listed = sa.values(*map(sa.column, ("a", "u", "i")), name="k").data(list(keys)).cte("k")
+            return sa.tuple_(*columns).in_(sa.select(listed))
         # For a list of tuples, PostgreSQL would plan a separate index scan for each tuple.
+        texts = sa.ARRAY(sa.Text())
         arrays = [
-            sa.cast(sa.literal(list(names), sa.ARRAY(sa.Text())), sa.ARRAY(sa.Text()))
-            for names in zip(*keys, strict=True)
+            sa.cast(sa.literal(list(names), texts), texts) for names in zip(*keys, strict=True)
         ]
-        listed = sa.func.unnest(*arrays).table_valued("a", "u", "i").render_derived(name="k")
-        return sa.tuple_(*columns).in_(sa.select(listed.c.a, listed.c.u, listed.c.i))
+        rows = sa.func.unnest(*arrays).table_valued("a", "u", "i").render_derived(name="k")
+        return sa.tuple_(*columns).in_(sa.select(rows))
 
 
 def is_exactly(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.ColumnElement[bool]:
