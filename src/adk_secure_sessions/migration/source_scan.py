@@ -196,20 +196,15 @@ class SourceScan:
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index_master is None:
             return [SessionItem(session.ids, session=session) for session in listed]
-        imports, read = self.target.imports, self.target.runner.read
-        known = [session for session in listed if session.has_ids]
-        copies = await imports.rows_for([session.ids for session in known])
         tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in listed}
-        new = [tags[session] for session in known if session.ids not in copies]
-        others = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, new)}
-        if others:
-            # Another run may have copied a session after the first query.
-            copies |= await imports.rows_for(
-                session.ids for session in known if tags[session] in others
-            )
+        # Read these before the copies: one transaction stores a copy and its row.
+        read, wanted = self.target.runner.read, filter(None, tags.values())
+        stored = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, wanted)}
+        known = (session.ids for session in listed if session.has_ids)
+        copies = await self.target.imports.rows_for(known)
         items: list[SessionItem] = []
         for session, tag in tags.items():
-            status, number = ImportStatus.SAME_ID if tag in others else ImportStatus.NEW, 0
+            status, number = ImportStatus.SAME_ID if tag in stored else ImportStatus.NEW, 0
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
