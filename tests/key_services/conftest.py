@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import botocore.session
+import moto.kms.models
 import pytest
 from botocore.loaders import create_loader
 
@@ -67,17 +68,19 @@ def vault_service(vault: Vault) -> Service:
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[aws.Kms]:
+def moto_kms() -> Iterator[aws.Kms]:
     # A session of botocore parses its models again, which takes most of the time of a test.
     models = create_loader()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(botocore.session, "create_loader", lambda *_: models)
+        # moto makes an RSA key for each key, also for one that only encrypts.
+        patch.setattr(moto.kms.models, "generate_private_key", lambda _: None)
         with aws.running() as kms:
             yield kms
 
 
 @pytest.fixture
-def kms(moto: aws.Kms, monkeypatch: pytest.MonkeyPatch) -> aws.Kms:
+def kms(moto_kms: aws.Kms, monkeypatch: pytest.MonkeyPatch) -> aws.Kms:
     """AWS, with credentials in the environment; this machine's own settings are hidden."""
     for name in list(os.environ):
         if name.startswith("AWS_"):
@@ -89,8 +92,8 @@ def kms(moto: aws.Kms, monkeypatch: pytest.MonkeyPatch) -> aws.Kms:
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    moto.forget()
-    return moto
+    moto_kms.forget()
+    return moto_kms
 
 
 @pytest.fixture

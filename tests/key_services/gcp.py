@@ -129,7 +129,7 @@ def _trusted() -> tuple[bytes, bytes]:
 @functools.cache
 def service_account() -> str:
     """Return a key file as Google issues it; using it needs no call."""
-    private = rsa.generate_private_key(65537, 2048).private_bytes(
+    private = rsa.generate_private_key(65537, 1024).private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),

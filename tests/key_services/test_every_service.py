@@ -167,7 +167,7 @@ async def test_start_calls_four_times_at_most_and_operations_never(
         before = key_service.calls()
         backend = AesGcmBackend(key_service.make())
         async with EncryptedSessionService(url(tmp_path), backend) as service:
-            for number in range(100):
+            for number in range(20):
                 await service.create_session(**WHO, session_id=f"{before}-{number}")
         assert 0 < key_service.calls() - before <= CALLS_FOR_A_START
 
@@ -180,7 +180,7 @@ async def test_running_service_works_without_the_key_service(
     async with EncryptedSessionService(url(tmp_path), backend) as service:
         await service.prepare_tables()
         key_service.stop()
-        for number in range(50):
+        for number in range(10):
             session_id = str(number)
             await service.create_session(**WHO, session_id=session_id)
             assert await service.get_session(**WHO, session_id=session_id)
