@@ -5,11 +5,16 @@ Attributes of their docstrings.
 """
 
 import enum
+import functools
 import json
 import re
+import sys
 import types
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+import pytest
 
 from adk_secure_sessions import maintenance, migration
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
@@ -135,6 +140,17 @@ def schema() -> dict[str, Any]:
     made = {name: of_fields(f"The output of {name}.", parts) for name, parts in OUTPUTS.items()}
     problem = of_type(maintenance.Problem)
     return found | {"$defs": {"failure": kept["failure"], "problem": problem, **made, **kept}}
+
+
+@functools.cache
+def validator(name: str) -> Any:
+    """Return the validator of an output by the file; *name* is a command, or `failure`."""
+    with pytest.MonkeyPatch.context() as patch:
+        # To know the format of an internationalized address, it would compile a grammar for 1.5 s.
+        patch.setitem(sys.modules, "rfc3987_syntax", None)
+        import jsonschema
+    schema = json.loads(FILE.read_text(encoding="utf-8"))
+    return jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{quote(name)}"})
 
 
 def text() -> str:
