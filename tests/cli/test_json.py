@@ -78,14 +78,22 @@ def _adk_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "adk-artifacts" / "apps").mkdir(parents=True)
 
 
-@pytest.fixture
-def tampered(file: str) -> str:
+@pytest.fixture(scope="module")
+def tampered_file(tmp_path_factory: pytest.TempPathFactory, filled_file: bytes) -> bytes:
     """A database with an unfinished rotation of each kind and with bad rows."""
+    path = tmp_path_factory.mktemp("tampered") / "sessions.db"
+    path.write_bytes(filled_file)
     for rotate in (rotate_data, rotate_master):
-        asyncio.run(interrupt(file, rotate))
-    place = sa.make_url(file).set(drivername="sqlite")
+        asyncio.run(interrupt(f"sqlite:///{path}", rotate))
+    place = sa.URL.create("sqlite", database=str(path))
     run_sql(place, "UPDATE secure_events SET event = x'00' WHERE seq = 1")
-    return file
+    return path.read_bytes()
+
+
+@pytest.fixture
+def tampered(tampered_file: bytes, tmp_path: Path, file_url: str) -> str:
+    (tmp_path / "sessions.db").write_bytes(tampered_file)
+    return file_url
 
 
 def test_schema_is_made_from_the_results_of_the_commands() -> None:
