@@ -405,11 +405,13 @@ async def test_writes_of_a_service_that_was_not_restarted_are_found_by_verify(
     assert [(one.table, "1 wrong" in one.detail) for one in checked.problems] == [
         ("secure_state_index", True)
     ]
-    await create(old, "three", ticket=2)
+    await fill_index(db, APP, ["stage"])
+    await create(old, "three", ticket=2, stage=1)
     checked = await verify(db)
     assert checked.bad == 2
-    filled = await fill_index(db, APP, KEYS)
-    assert (filled.sessions, filled.users, filled.written, filled.removed) == (2, 1, 2, 0)
+    assert sum("2 missing" in one.detail for one in checked.problems) == 1
+    filled = await fill_index(db, APP, [*KEYS, "stage"])
+    assert (filled.sessions, filled.users, filled.written, filled.removed) == (2, 1, 3, 0)
     assert await found(service, "ticket", 2) == ["one", "three"]
     assert (await verify(db)).bad == 0
 

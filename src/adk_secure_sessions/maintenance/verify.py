@@ -86,7 +86,7 @@ class Verification(Result):
             be checked if the name of their app was modified.  A session or a collection cannot be
             checked, either, if the row or a data key of its user is bad.
         bad: How many rows were tampered with, are orphaned (the session, user or app row that they
-            belong to does not exist), or are missing in or differ from the search index.
+            belong to does not exist), or have missing or wrong rows in the search index.
         problems: The first 1000 bad rows.
     """
 
@@ -176,8 +176,7 @@ class _Verifier:
         }
         listed = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
         detail = f"rows of the search index: {listed}; `index fill` corrects them"
-        for _ in range(differences.total):
-            self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
+        self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
 
     async def check_owners(self) -> None:
         for table in (apps, users):
