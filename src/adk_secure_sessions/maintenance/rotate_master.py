@@ -37,7 +37,7 @@ from adk_secure_sessions.maintenance.rotation import (
 from adk_secure_sessions.maintenance.row_scan import scan_data_keys
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters, meta
-from adk_secure_sessions.storage.pages import Span
+from adk_secure_sessions.storage.pages import rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
@@ -180,9 +180,8 @@ class _MasterRotationRun(RotationRun):
             require_same(data_keys.name, after.id, keys[before], decrypt)
         await self._db.runner.run_on_keys(partial(_rewrap, pairs, master_id))
         new = {after for _, after in pairs}
-        ids = [before.id for before, _ in pairs]  # authentic: another id may be any integer
-        span = Span(ids[0] - 1, ids[-1])
-        stored = await span.read(self._db.runner.read_keys, DATA_KEYS, data_keys.c.id)
+        read, ids = self._db.runner.read_keys, [before.id for before, _ in pairs]
+        stored = await rows_where(read, DATA_KEYS, data_keys.c.id, ids)
         self.result.rotated += sum(DataKeyRow(*values) in new for values in stored)
 
     async def _count_left(self) -> int:

@@ -17,7 +17,6 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.row_scan import (
     ScannedSession,
-    SessionIds,
     read_owner,
     scan_owners,
     scan_sessions,
@@ -34,7 +33,7 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage import reads
 from adk_secure_sessions.storage.features.imports import SourceEvent
-from adk_secure_sessions.storage.pages import Span, grouped
+from adk_secure_sessions.storage.pages import grouped, rows_where
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -96,11 +95,7 @@ class EncryptedSource(Source):
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         async for page in scan_sessions(self._db):
             wanted = [session for session in page if _is_wanted(session, selection)]
-            if not wanted:
-                continue
-            # Only authenticated ids: a modified id could be -2**63, and one less would overflow.
-            ids = [found.id for found in wanted if isinstance(found.ids_or_error, SessionIds)]
-            sizes = await self._sizes(Span(ids[0] - 1, ids[-1])) if ids else Counter[int]()
+            sizes = await self._sizes([session.id for session in wanted])
             sized = [(session, sizes[session.id]) for session in wanted]
             for batch in grouped(sized, itemgetter(1), len(sized), _BATCH):
                 yield [_source_session(session) for session, _size in batch]
@@ -144,12 +139,12 @@ class EncryptedSource(Source):
     async def close(self) -> None:
         await self._db.close()
 
-    async def _sizes(self, span: Span) -> Counter[int]:
+    async def _sizes(self, ids: Sequence[int]) -> Counter[int]:
         """Return the sizes of events and snapshots, by row id of the session."""
         sizes: Counter[int] = Counter()
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
-            for row, size in await span.read(self._db.runner.read, query, key):
+            for row, size in await rows_where(self._db.runner.read, query, key, ids):
                 sizes[row] += clamped(size)
         return sizes
 
