@@ -225,3 +225,11 @@ async def test_state_of_an_ended_separation_that_was_inserted_again_begins_a_new
     assert (second.complete, second.resumed) == (True, False)
     assert second.database_id != first.database_id
     assert not keys & set(query(place, "SELECT id FROM secure_data_keys"))
+
+
+async def test_separate_creates_no_file_for_a_wrong_url(tmp_path: Path) -> None:
+    urls = [url_of(tmp_path / name) for name in ("missing.db", "missing_keys.db")]
+    async with Database(urls[0], AES, key_db_url=urls[1]) as db:
+        with pytest.raises(ConfigurationError, match="there is no file"):
+            await separate(db)
+    assert list(tmp_path.iterdir()) == []

@@ -181,6 +181,7 @@ async def _finish_ids(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
     if not db.runner.executors.has_key_database:
         return
+    db.require_files()
     data, survey = await db.survey_each()
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
