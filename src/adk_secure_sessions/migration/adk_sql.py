@@ -30,6 +30,9 @@ from adk_secure_sessions.migration.sources import (
     Selection,
     SessionContent,
     SourceSession,
+    States,
+    Unreadable,
+    try_convert,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -294,6 +297,18 @@ class AdkQueries:
             query = sa.select(*_EVENT_KEY, *self._selected)
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
         return connection.execute(query.order_by(_e.c.timestamp, tie_breaker)).all()
+
+    def convert_sessions(
+        self, found: Sequence[SessionWithRows]
+    ) -> dict[SourceSession, SessionContent | Unreadable]:
+        return {session[0]: try_convert(self.content, *session) for session in found}
+
+    def convert_states(self, rows: StateRows) -> States:
+        return {key: try_convert(self._state, key, stored) for key, stored in rows}
+
+    def _state(self, key: Ids, stored: object) -> bytes:
+        adk_rows.require_valid_ids(*key)
+        return self.convert_state(stored)
 
     def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
         """Convert a row of `with_events` or `lookup`, and the rows of its events."""

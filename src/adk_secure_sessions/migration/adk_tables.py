@@ -23,15 +23,13 @@ from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
-from adk_secure_sessions.migration.adk_rows import require_valid_ids, to_microseconds
+from adk_secure_sessions.migration.adk_rows import to_microseconds
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
     SESSIONS,
     STATE_TABLES,
     USER_STATES,
     AdkQueries,
-    SessionWithRows,
-    StateRows,
     can_store,
     end_of,
 )
@@ -43,7 +41,6 @@ from adk_secure_sessions.migration.sources import (
     SourceSession,
     States,
     Unreadable,
-    try_convert,
 )
 from adk_secure_sessions.storage.pages import grouped
 
@@ -142,17 +139,17 @@ class AdkTables(Source):
         found = await self.run_in_snapshot(partial(queries.with_events, sessions=sessions))
         # In a thread, as all conversions of rows: parsing a long session, decrypting it or loading
         # its pickles would block the event loop.
-        return await asyncio.to_thread(_contents, queries, found)
+        return await asyncio.to_thread(queries.convert_sessions, found)
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         queries = await self.queries()
         for table in STATE_TABLES:
             work = partial(queries.states, selection=selection, table=table)
             async for rows in self._pages(work):
-                yield await asyncio.to_thread(convert_states, queries, rows)
+                yield await asyncio.to_thread(queries.convert_states, rows)
             aliases = partial(queries.aliases, selection=selection, table=table)
             if others := await self.run_in_snapshot(aliases):
-                yield await asyncio.to_thread(convert_states, queries, others)
+                yield await asyncio.to_thread(queries.convert_states, others)
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         """Return the session with these ids; None if there is none."""
@@ -168,7 +165,7 @@ class AdkTables(Source):
         key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
         async for rows in self._pages(partial(queries.lookup, key=key)):
-            yield await asyncio.to_thread(_contents, queries, rows)
+            yield await asyncio.to_thread(queries.convert_sessions, rows)
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
         """Return the state of a user, or of an app, as JSON; None if the source has none."""
@@ -178,7 +175,7 @@ class AdkTables(Source):
         row = await self.run_in_snapshot(partial(queries.state, table=table, key=key))
         if row is None:
             return None
-        return await asyncio.to_thread(try_convert, _state, queries, key, row)
+        return (await asyncio.to_thread(queries.convert_states, [(key, row)]))[key]
 
     async def close(self) -> None:
         queries, self._queries = self._queries, None
@@ -224,22 +221,6 @@ class AdkTables(Source):
         while rows := await self.run_in_snapshot(partial(work, after=after)):
             yield rows
             after = end_of(rows)
-
-
-def convert_states(queries: AdkQueries, rows: StateRows) -> States:
-    """Convert *rows*, which `AdkQueries.states` has read."""
-    return {key: try_convert(_state, queries, key, state) for key, state in rows}
-
-
-def _contents(
-    queries: AdkQueries, sessions: Sequence[SessionWithRows]
-) -> Mapping[SourceSession, SessionContent | Unreadable]:
-    return {session[0]: try_convert(queries.content, *session) for session in sessions}
-
-
-def _state(queries: AdkQueries, key: tuple[str, ...], stored: object) -> bytes:
-    require_valid_ids(*key)
-    return queries.convert_state(stored)
 
 
 def _read_only(db_url: str | sa.URL) -> sa.URL:

@@ -12,7 +12,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
-from adk_secure_sessions.migration.adk_tables import AdkTables, convert_states
+from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
 from adk_secure_sessions.results import Result, counter
@@ -142,7 +142,7 @@ def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connec
         if not all(map(run.scan.has_visited, queries.session_versions(connection))):
             return False
         for rows in queries.all_states(connection):
-            for ids, state in convert_states(queries, rows).items():
+            for ids, state in queries.convert_states(rows).items():
                 if isinstance(state, Unreadable) or (*ids, state) not in run.equal_states:
                     return False
         return True
