@@ -378,17 +378,13 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 if collection is not None and collection.version == version:
                     return memory
                 cache.drop(address)
-                # Otherwise, the memory was rewritten, or was erased and created again.
-                if (
-                    collection
-                    and collection.version.session_row == version.session_row
-                    and collection.size > version.revision
-                ):
-                    number = collection.size - version.revision
-                    collection = await self._collections.get(address, limit=number)
+                added = collection.size - version.revision if collection else 0
+                if added > 0:
+                    collection = await self._collections.get(address, limit=added)
                     if collection and await _apply_items(memory, collection):
                         _cache_memory(cache, address, memory)
                         return memory
+                # Otherwise, the memory was rewritten, or was erased and created again.
             collection = await self._collections.get(address)
             if collection is None:
                 return None
@@ -464,7 +460,7 @@ async def _encode_items(items: Iterable[NewItem]) -> list[bytes]:
 
 async def _rank(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
     with memory.lock:
-        entries = sorted(memory.entries.items(), key=lambda one: one[0])
+        entries = sorted(memory.entries.items())
         row = memory.version.session_row
     offered: dict[RankedEntry, tuple[int, Entry]] = {}
     async for key, entry in paced(entries):

@@ -13,7 +13,6 @@ The data keys are in the key database of the wrapper: a database of this package
 
 import asyncio
 import base64
-import binascii
 import inspect
 import logging
 import re
@@ -44,14 +43,7 @@ from adk_secure_sessions.errors import (
     TamperedError,
 )
 from adk_secure_sessions.formats import events, json_text, records
-from adk_secure_sessions.formats.json_text import (
-    APP_PREFIX,
-    USER_PREFIX,
-    JsonObject,
-    Scopes,
-    dump_state,
-    load_state,
-)
+from adk_secure_sessions.formats.json_text import JsonObject, Scopes
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -448,8 +440,8 @@ class _SessionCipher:
         self._index_master = master
         self._identity = identity
         user = (identity.app_name, identity.user_id)
-        self.app = _StateScope(APP_PREFIX, identity.app_tag, ("app", identity.app_name))
-        self.user = _StateScope(USER_PREFIX, identity.user_tag, ("user", *user))
+        self.app = _StateScope(json_text.APP_PREFIX, identity.app_tag, ("app", identity.app_name))
+        self.user = _StateScope(json_text.USER_PREFIX, identity.user_tag, ("user", *user))
         self.session = _StateScope("", identity.user_tag, ("session", *user, identity.session_id))
 
     def encrypt_states(self, values: Scopes) -> dict[str, str]:
@@ -459,7 +451,7 @@ class _SessionCipher:
             for key, value in entries.items():
                 name = self._index_master.mac("wrapped state key", *scope.parts, key).hex()
                 context = _state_context(scope, name)
-                record = self._keys.seal(scope.owner, context, dump_state({key: value}))
+                record = self._keys.seal(scope.owner, context, json_text.dump_state({key: value}))
                 encrypted[scope.prefix + name] = _to_base64(record)
         return encrypted
 
@@ -494,8 +486,8 @@ class _SessionCipher:
             last_update_time=stored.last_update_time,
         )
         session._storage_update_marker = _Marker.of(stored)
-        after = config.after_timestamp if config else None
-        limit = config.num_recent_events if config else None
+        config = config or GetSessionConfig()
+        after, limit = config.after_timestamp, config.num_recent_events
         history, seen = [], set()
         for number, one in enumerate(stored.events):
             if number % _CHUNK == _CHUNK - 1:
@@ -537,7 +529,8 @@ class _SessionCipher:
         if not _STORED_KEY.fullmatch(name):
             raise PlaintextRefusedError("a key of the state is not a blind index")
         context = _state_context(scope, name)
-        entry = load_state(self._keys.open(scope.owner, context, _from_base64(value)), "the value")
+        plaintext = self._keys.open(scope.owner, context, _from_base64(value))
+        entry = json_text.load_state(plaintext, "the value")
         if len(entry) != 1:
             raise TamperedError("its plaintext is malformed", Reason.MALFORMED)
         return entry
@@ -579,7 +572,7 @@ def _from_base64(text: object) -> bytes:
             # that an event that is stored twice has the same text twice.
             if _to_base64(record) == text:
                 return record
-        except (ValueError, binascii.Error):
+        except ValueError:
             pass
     raise PlaintextRefusedError("not an encrypted record")
 
