@@ -13,13 +13,7 @@ from adk_secure_sessions.cli.adk_commands import URI_VARIABLE, adk, names_of
 from adk_secure_sessions.cli.output import counted, print_result, table
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.integrations.plaintext_places import (
-    PLACES,
-    PLAINTEXT,
-    UNKNOWN,
-    Leak,
-    ServiceStore,
-)  # fmt: skip
+from adk_secure_sessions.integrations.plaintext_places import PLACES, Leak, Protection, ServiceStore
 
 
 @adk.command()
@@ -68,7 +62,7 @@ def doctor(
         places = [
             plaintext_places.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores
-            if store.protection in (PLAINTEXT, UNKNOWN)
+            if store.protection in (Protection.PLAINTEXT, Protection.UNKNOWN)
         ]
         on, notes = plaintext_places.in_environment(os.environ)
         places += [*on, *plaintext_places.in_files(agents_dir)]

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import await_to_end
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
@@ -117,11 +117,10 @@ class BlobDirectory(BlobStore):
             if replace:  # a new file has a new time, on every file system
                 _unlink(parent, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
-            mode: Literal["wb", "xb"] = "wb" if replace else "xb"
-            with open(parent.at(name), mode, buffering=0, opener=parent.opener) as file:
-                view = memoryview(data)
-                while view:
-                    view = view[file.write(view) :]
+            mode = "wb" if replace else "xb"
+            with open(parent.at(name), mode, opener=parent.opener) as file:
+                file.write(data)
+                file.flush()
                 os.fsync(file.fileno())
             parent.sync()
 

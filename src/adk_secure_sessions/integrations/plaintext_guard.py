@@ -16,15 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.plaintext_places import (
-    ENCRYPTED,
     EXPORTER,
-    NOTHING,
-    PLAINTEXT,
     PLUGINS,
-    UNKNOWN,
+    Protection,
     ServiceStore,
     variables_set,
-)  # fmt: skip
+)
 
 # For each service, the arguments of google-adk's commands that take its URI.  Releases before 2.0
 # also have the second name of each pair.
@@ -131,20 +128,21 @@ def _create_checked(kind: str, create: Callable[..., Any], uri: str, **options: 
             "ADK_SECURE_SESSIONS_URI): if services.yaml or services.py registers it, see "
             "google-adk's warning above"
         )
-    if protection_of(service) == PLAINTEXT:
+    if protection_of(service) == Protection.PLAINTEXT:
         raise ConfigurationError(rejection({kind: f"--{option} makes a {type(service).__name__}"}))
     return service
 
 
-def protection_of(service: object) -> str:
+def protection_of(service: object) -> Protection:
     """Return what *service* stores; without the property `stores_plaintext`, it is plaintext."""
     from google.adk.artifacts import InMemoryArtifactService
     from google.adk.memory import InMemoryMemoryService
     from google.adk.sessions import InMemorySessionService
 
     if type(service) in (InMemoryArtifactService, InMemoryMemoryService, InMemorySessionService):
-        return NOTHING
-    return ENCRYPTED if getattr(service, "stores_plaintext", True) is False else PLAINTEXT
+        return Protection.NOTHING
+    is_encrypted = getattr(service, "stores_plaintext", True) is False
+    return Protection.ENCRYPTED if is_encrypted else Protection.PLAINTEXT
 
 
 def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[ServiceStore]:
@@ -156,15 +154,15 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
     found = plaintext_causes(arguments, {})
     for kind in SERVICES:
         if kind in found:
-            yield ServiceStore(kind, PLAINTEXT, found[kind])
+            yield ServiceStore(kind, Protection.PLAINTEXT, found[kind])
         elif uri := uri_of(kind, arguments):
             create = partial(getattr(get_service_registry(), _method(kind)), agents_dir=agents_dir)
             yield ServiceStore(kind, *_described(uri, create))
         else:
-            yield ServiceStore(kind, NOTHING, "no URI: memory of the process")
+            yield ServiceStore(kind, Protection.NOTHING, "no URI: memory of the process")
 
 
-def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
+def _described(uri: str, create: Callable[[str], Any]) -> tuple[Protection, str]:
     """Return what the service that *create* makes for *uri* stores, and where."""
     scheme = urlsplit(uri).scheme
     try:
@@ -172,9 +170,9 @@ def _described(uri: str, create: Callable[[str], Any]) -> tuple[str, str]:
             service = create(uri)
     except Exception as error:  # any error of the application's code, whose text may quote the URI
         reason = f": {error}" if isinstance(error, SecureSessionError) else ""
-        return UNKNOWN, f"{scheme}:// raises {type(error).__name__}{reason}"
+        return Protection.UNKNOWN, f"{scheme}:// raises {type(error).__name__}{reason}"
     if service is None:
-        return UNKNOWN, f"{scheme}:// is not registered"
+        return Protection.UNKNOWN, f"{scheme}:// is not registered"
     made = "" if isinstance(service, adk.ServiceUri) else f" makes a {type(service).__name__}"
     return protection_of(service), f"{scheme}://{made}"
 

@@ -4,6 +4,7 @@ docs/adk-plaintext.md lists all places, also those that only the application its
 """
 
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,15 +27,23 @@ class Leak(NamedTuple):
     remedy: str
 
 
+class Protection(StrEnum):
+    """How a service would store: as ciphertext, as plaintext or only in memory."""
+
+    ENCRYPTED = "encrypted"
+    PLAINTEXT = "plaintext"
+    NOTHING = "nothing"
+    UNKNOWN = "unknown"  # the service cannot be created
+
+
 class ServiceStore(NamedTuple):
-    """Whether a service would encrypt, and where it stores; `UNKNOWN` if it cannot be created."""
+    """Whether a service would encrypt, and where it stores."""
 
     service: str
-    protection: str
+    protection: Protection
     where: str
 
 
-ENCRYPTED, PLAINTEXT, NOTHING, UNKNOWN = "encrypted", "plaintext", "nothing", "unknown"
 # What google-adk's commands may write as plaintext, if --allow-plaintext names it.
 PLAINTEXT_KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "plugins", "traces")
 CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
