@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.audit import Audit
@@ -29,11 +29,10 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
 from adk_secure_sessions.hiding import hides_locals
+from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
+from adk_secure_sessions.integrations.memory import EncryptedMemoryService
+from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.service import EncryptedSessionService
-
-if TYPE_CHECKING:
-    from google.adk.artifacts import BaseArtifactService
-    from google.adk.memory import BaseMemoryService
 
 PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
@@ -210,7 +209,7 @@ def session_service(uri: str, **options: object) -> EncryptedSessionService:
 
 
 @hides_locals
-def artifact_service(uri: str, **options: object) -> "BaseArtifactService":
+def artifact_service(uri: str, **options: object) -> EncryptedArtifactService:
     """Return the artifact service for *uri*, whose option `blobs` says where contents are stored.
 
     The database of the sessions stores the names, versions and encryption keys of artifacts.  See
@@ -223,25 +222,20 @@ def artifact_service(uri: str, **options: object) -> "BaseArtifactService":
             "the URL of a bucket, such as &blobs=./artifacts"
         )
     if _describes.get():
-        return cast("BaseArtifactService", parsed)
-    from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
-
+        return cast(EncryptedArtifactService, parsed)
     store = ArtifactStore(parsed.blobs, allow_http=parsed.allow_http)
     return EncryptedArtifactService(_shared_service(parsed), store)
 
 
 @hides_locals
-def memory_service(uri: str, **options: object) -> "BaseMemoryService":
+def memory_service(uri: str, **options: object) -> EncryptedMemoryService:
     """Return the memory service for *uri*, which stores memories in the database of the sessions.
 
     See `session_service` for the arguments and errors.
     """
     parsed = _parsed(uri, options)
     if _describes.get():
-        return cast("BaseMemoryService", parsed)
-    from adk_secure_sessions.integrations.memory import EncryptedMemoryService
-
+        return cast(EncryptedMemoryService, parsed)
     return EncryptedMemoryService(_shared_service(parsed))
 
 

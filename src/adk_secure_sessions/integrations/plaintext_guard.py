@@ -10,6 +10,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from google.adk.artifacts import InMemoryArtifactService
+from google.adk.cli.service_registry import get_service_registry, load_services_module
+from google.adk.memory import InMemoryMemoryService
+from google.adk.sessions import InMemorySessionService
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -135,10 +139,6 @@ def _create_checked(kind: str, create: Callable[..., Any], uri: str, **options: 
 
 def protection_of(service: object) -> Protection:
     """Return what *service* stores; without the property `stores_plaintext`, it is plaintext."""
-    from google.adk.artifacts import InMemoryArtifactService
-    from google.adk.memory import InMemoryMemoryService
-    from google.adk.sessions import InMemorySessionService
-
     if type(service) in (InMemoryArtifactService, InMemoryMemoryService, InMemorySessionService):
         return Protection.NOTHING
     is_encrypted = getattr(service, "stores_plaintext", True) is False
@@ -147,8 +147,6 @@ def protection_of(service: object) -> Protection:
 
 def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[ServiceStore]:
     """Yield the store of each service, after loading `services.yaml` and `services.py`."""
-    from google.adk.cli.service_registry import get_service_registry, load_services_module
-
     adk.register()  # as `adk-secure-sessions adk` does
     load_services_module(agents_dir)
     found = plaintext_causes(arguments, {})
