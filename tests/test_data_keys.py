@@ -456,8 +456,8 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     times.append(perf_counter())
     name = AesGcmBackend(bytes(32)).name
     (encryption, decryption) = operation.values
-    assert encryption[0].of_amount == cipher_kind(name, "encrypt").of_amount
-    assert decryption[0].of_amount == cipher_kind(name, "decrypt").of_amount
+    assert encryption[0].amount_attributes == cipher_kind(name, "encrypt").amount_attributes
+    assert decryption[0].amount_attributes == cipher_kind(name, "decrypt").amount_attributes
     assert (encryption[1], decryption[1]) == (4, 4)
     assert 0 < encryption[2] <= times[1] - times[0]
     assert 0 < decryption[2] <= times[2] - times[1]
@@ -474,7 +474,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     before = perf_counter()
     staged.count_decrypted(key, 7, before - 100)
     ((kind, size, seconds),) = operation.values
-    assert (kind.of_amount, size) == (cipher_kind("fernet", "decrypt").of_amount, 7)
+    assert (kind.amount_attributes, size) == (cipher_kind("fernet", "decrypt").amount_attributes, 7)
     assert 100 <= seconds <= 100 + perf_counter() - before
 
 

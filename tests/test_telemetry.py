@@ -445,7 +445,7 @@ def test_commands_that_read_the_contents_of_artifacts_are_measured(commands: Any
 
 def _fork_while_values_are_added_up(say: Say) -> None:
     """Add values up in a child that was forked while another thread did so."""
-    with telemetry._adding_up.lock:
+    with telemetry._sums_lock.lock:
         child = os.fork()
         if not child:  # in the block: at its end, the child would release the lock itself
             operation = telemetry.Operation("append")

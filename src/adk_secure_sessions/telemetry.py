@@ -158,15 +158,15 @@ class WorkKind:
     """What an operation has done: encrypt or decrypt with one backend, or look up in one cache."""
 
     # The SDK only reads attributes, so that all records can share them.
-    of_amount: _Attributes  # of bytes of plaintext, or lookups
-    of_duration: list[_Attributes] | None  # by size class; not of lookups
+    amount_attributes: _Attributes  # of bytes of plaintext, or lookups
+    duration_attributes: list[_Attributes] | None  # by size class; not of lookups
 
 
 @lru_cache(maxsize=256)  # two databases in one operation have the same kinds
 def cipher_kind(backend: str, direction: str) -> WorkKind:
     """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
-    of_amount: _Attributes = {BACKEND: backend, DIRECTION: direction}
-    return WorkKind(of_amount, [{**of_amount, SIZE: size_class} for size_class in _SIZE_CLASSES])
+    attributes: _Attributes = {BACKEND: backend, DIRECTION: direction}
+    return WorkKind(attributes, [{**attributes, SIZE: size_class} for size_class in _SIZE_CLASSES])
 
 
 def _lookup_kinds(cache: str) -> dict[bool, WorkKind]:
@@ -201,7 +201,7 @@ class Operation:
     def limit(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
         if len(self.values) > _MAX_VALUES:
-            with _adding_up.lock:
+            with _sums_lock.lock:
                 number = len(self.values)
                 values = self.values[:number]
                 del self.values[:number]  # keeps what other threads have appended meanwhile
@@ -211,12 +211,12 @@ class Operation:
         """Record the sums of all values in the instruments of *otel*."""
         self._add_up(self.values)
         for kind, (amount, seconds) in self._sums.items():
-            if kind.of_duration is None:
-                otel.cache_lookups.add(amount, kind.of_amount)
+            if kind.duration_attributes is None:
+                otel.cache_lookups.add(amount, kind.amount_attributes)
             else:
-                otel.plaintext_io.add(amount, kind.of_amount)
+                otel.plaintext_io.add(amount, kind.amount_attributes)
                 size_class = bisect_left(_SIZES, amount)
-                otel.cipher_duration.record(seconds, kind.of_duration[size_class])
+                otel.cipher_duration.record(seconds, kind.duration_attributes[size_class])
 
     def _add_up(self, values: Iterable[Value]) -> None:
         for kind, amount, seconds in values:
@@ -224,7 +224,7 @@ class Operation:
             self._sums[kind] = before[0] + amount, before[1] + seconds
 
 
-_adding_up = ThreadLock()
+_sums_lock = ThreadLock()
 
 
 _current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
