@@ -132,7 +132,7 @@ async def verify_audit(
         end = await trail.check(chain, heads=logged.links.get(chain, {}))
         result.chains += trail.problems.count == bad
         if end is not None:
-            logged.compare(chain, end)
+            logged.ends[chain] = end.number
     if any(logged.missing(trail.purged_heads)):
         # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
         again = await _open_trail(db, None, rows_per_second)
@@ -370,7 +370,7 @@ class _Heads:
         self.number = 0
         self._add_bad = trail.add_bad
         self.links: dict[bytes, dict[int, bytes]] = {}
-        self._lengths: dict[bytes, int] = {}
+        self.ends: dict[bytes, int] = {}  # the number of the last stored record, by chain
         for name, lines in logs.items():
             before = self.number
             for line in lines:
@@ -387,22 +387,15 @@ class _Heads:
             detail = "two different heads of it were logged: a line was added to a log"
             self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
 
-    def compare(self, chain: bytes, end: _LastRecord) -> None:
-        """Forget the heads of a chain, unless it ends before its last logged record."""
-        if max(self.links.get(chain, {}), default=-1) <= end.number:
-            self.links.pop(chain, None)
-        else:
-            self._lengths[chain] = end.number + 1
-
     def missing(self, purged: dict[bytes, _LastRecord]) -> Iterator[tuple[str, str]]:
         """Yield each logged chain that is not whole and not listed in *purged*, and a detail."""
         for chain, links in self.links.items():
-            last, end, length = max(links), purged.get(chain), self._lengths.get(chain)
+            last, length, end = max(links), self.ends.get(chain, -1) + 1, purged.get(chain)
             if end and end.number >= last and links.get(end.number, end.link) == end.link:
                 continue
-            if length is None:
+            if not length:
                 yield chain.hex(), f"the chain, which had {last + 1} records or more, was removed"
-            else:
+            elif length <= last:
                 detail = f"the records {length} to {last} at the end of the chain were removed"
                 yield f"{chain.hex()}, {length}", detail
 

@@ -15,7 +15,7 @@ stores nothing.  So this module only has to read the encrypted database after it
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -390,9 +390,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # app or a user before the state was copied.  Then the encrypted state is used, and the state in
     # the source is neither used nor copied.
 
-    async def _states_of(self, app_name: str, owners: Iterable[Ids]) -> dict[Ids, bytes]:
+    async def _states_of(self, app_name: str, wanted: set[Ids]) -> dict[Ids, bytes]:
         """Return the states in the source: of several users, with few queries for the whole app."""
-        wanted = set(owners)
         states: dict[Ids, bytes | Unreadable | None] = {}
         if len(wanted) > 2:
             async for batch in self._batches(self._source.states(Selection(app_name))):

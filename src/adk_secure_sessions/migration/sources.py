@@ -81,9 +81,7 @@ class SessionContent(NamedTuple):
         return self.expires_at is not None and self.expires_at <= time_now()
 
     def with_lifetime(self, lifetime: int | None) -> "SessionContent":
-        """Let the session expire *lifetime* microseconds after its last update, if it does not
-        expire in the source.
-        """
+        """Let it expire *lifetime* microseconds after its last update, if it does not expire."""
         if lifetime is None or self.expires_at is not None:
             return self
         return self._replace(expires_at=self.updated_at + lifetime)
