@@ -14,6 +14,7 @@ import copy
 import io
 import json
 import logging
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ APP = "app-name-as-plaintext"  # not secret: finding it shows that the search wo
 
 
 def needle(name: str) -> str:
-    return f"Ndl{name.title().replace(' ', '')}Wq83Zk"
+    return f"NdlWq83{name.title().replace(' ', '')}Wq83Zk"
 
 
 # In ids
@@ -141,11 +142,15 @@ def encodings(text: str) -> list[bytes]:
 
 
 FORMS = {text: encodings(text) for text in (*NEEDLES, *OF_FILES)}
+# All needles begin alike, and so do their encodings.  Most data contains none of these beginnings.
+BEGINNINGS = {os.path.commonprefix(forms) for forms in zip(*FORMS.values(), strict=True)}
 
 
 def found_in(data: bytes | str) -> set[str]:
     """Return the needles that are in *data*, in any of their encodings."""
     data = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    if not any(beginning in data for beginning in BEGINNINGS):
+        return set()
     return {text for text, forms in FORMS.items() if any(form in data for form in forms)}
 
 
