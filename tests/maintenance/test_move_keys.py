@@ -294,6 +294,7 @@ def move_in_child(say: Callable[[object], None], pair: Pair, to: Any) -> None:
     say((done.to, *done.numbers))
 
 
+@in_files
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_service_that_runs_on_loses_nothing_and_creates_no_key_in_the_old_place(
     pair: Pair, to: str
@@ -322,6 +323,7 @@ async def create_user(service: EncryptedSessionService) -> None:
         await service.create_session(app_name=APP, user_id="new", session_id="s", state={"n": 1})
 
 
+@in_files
 @pytest.mark.parametrize("to", [INTO, BACK])
 async def test_running_service_creates_no_key_once_the_move_has_begun(pair: Pair, to: Any) -> None:
     await prepare(pair, to)
@@ -341,6 +343,7 @@ async def test_running_service_creates_no_key_once_the_move_has_begun(pair: Pair
     assert (await move(pair, to)).resumed
 
 
+@in_files
 async def test_keys_that_differ_after_the_copy_are_not_deleted(pair: Pair) -> None:
     await prepare(pair, INTO)
     keys = keys_in(pair.data)
