@@ -55,6 +55,10 @@ class World:
     def stored(self, user: str = "ann", name: str = "one") -> Session:
         return self.inner.sessions["app"][user][name]
 
+    @property
+    def users(self) -> dict[str, dict[str, Any]]:
+        return self.inner.user_state["app"]
+
     async def read(self) -> Session:
         return await reload(self.service, Session(id="one", app_name="app", user_id="ann"))
 
@@ -75,50 +79,55 @@ def set_text(one: Event, text: str) -> None:
     one.content.parts[0].text = text  # type: ignore[union-attr,index]
 
 
-def event_of_another_session(world: World) -> None:
-    world.stored().events[0] = world.stored(name="two").events[0]
+Attack = Callable[[World], object]
 
 
-def event_of_another_user(world: World) -> None:
-    world.stored().events[0] = world.stored(user="bob").events[0]
+def fields(**values: object) -> Attack:
+    """Change fields of the first event."""
+
+    def attack(world: World) -> None:
+        for name, value in values.items():
+            setattr(world.stored().events[0], name, value)
+
+    return attack
 
 
-def contents_exchanged_between_events(world: World) -> None:
+def text(change: Callable[[str], str]) -> Attack:
+    """Change the text of the first event, which is its record in base64."""
+
+    def attack(world: World) -> None:
+        first = world.stored().events[0]
+        set_text(first, change(text_of(first)))
+
+    return attack
+
+
+def header(start: bytes, body: bytes = b"") -> Attack:
+    """Change the beginning of the first event's record, or all of it."""
+
+    def change(text: str) -> str:
+        record = start + (body or base64.b64decode(text)[len(start) :])
+        return base64.b64encode(record).decode()
+
+    return lambda world: text(change)(world)
+
+
+def append(one: Event) -> Attack:
+    return lambda world: world.stored().events.append(one)
+
+
+def take_first(world: World, other: Session) -> None:
+    world.stored().events[0] = other.events[0]
+
+
+def exchange_contents(world: World) -> None:
     first, second = world.stored().events
     texts = text_of(first), text_of(second)
     set_text(first, texts[1])
     set_text(second, texts[0])
 
 
-def event_with_another_id(world: World) -> None:
-    world.stored().events[0].id = "another"
-
-
-def author_modified(world: World) -> None:
-    world.stored().events[0].author = "user"
-
-
-def invocation_id_modified(world: World) -> None:
-    world.stored().events[0].invocation_id = "another"
-
-
-def turn_complete_modified(world: World) -> None:
-    world.stored().events[0].turn_complete = True
-
-
-def time_modified(world: World) -> None:
-    world.stored().events[0].timestamp += 0.01
-
-
-def time_that_is_no_number(world: World) -> None:
-    world.stored().events[0].timestamp = float("nan")
-
-
-def event_stored_twice(world: World) -> None:
-    world.stored().events.append(copy.deepcopy(world.stored().events[0]))
-
-
-def event_stored_twice_with_other_unused_bits(world: World) -> None:
+def store_twice_with_other_unused_bits(world: World) -> None:
     """Base64 of 1 or 2 bytes more than a multiple of 3 has 4 or 2 bits that mean nothing."""
     for one in world.stored().events:
         if (text := text_of(one)).endswith("="):
@@ -129,76 +138,43 @@ def event_stored_twice_with_other_unused_bits(world: World) -> None:
             return
 
 
-def with_header(world: World, header: bytes, body: bytes = b"") -> None:
-    record = base64.b64decode(text_of(world.stored().events[0]))
-    record = header + record[len(header) :] if not body else header + body
-    set_text(world.stored().events[0], base64.b64encode(record).decode())
+PLANTED = types.Part(text="planted")
+PLAIN = append(Event(author="user", content=types.Content(role="user", parts=[PLANTED])))
+EVENT_ATTACKS: dict[str, Attack] = {
+    "event of another session": lambda world: take_first(world, world.stored(name="two")),
+    "event of another user": lambda world: take_first(world, world.stored(user="bob")),
+    "contents exchanged between events": exchange_contents,
+    "another id": fields(id="another"),
+    "id with a new line": fields(id="x\nERROR ann was here" + 1000 * "x"),
+    "another author": fields(author="user"),
+    "another invocation id": fields(invocation_id="another"),
+    "another turn_complete": fields(turn_complete=True),
+    "another time": fields(timestamp=1.5),
+    "time that is no number": fields(timestamp=float("nan")),
+    "event stored twice": lambda world: append(world.stored().events[0].model_copy(deep=True))(
+        world
+    ),
+    "event stored twice with other unused bits": store_twice_with_other_unused_bits,
+    "record of a later version": header(b"AKS\x03"),
+    "record of an unknown backend": header(b"AKS\x02\x99"),
+    "record of NoOpBackend": header(
+        b"AKS\x02\x03" + bytes(8), b"\x00\x061.28.0" + b'{"author":"user","id":"planted"}'
+    ),
+    "record of an unknown key": header(b"AKS\x02\x01" + bytes(8)),
+    "record of the app's state": lambda world: set_text(
+        world.stored().events[0], next(iter(world.inner.app_state["app"].values()))
+    ),
+    "modified record": text(lambda old: old[:40] + ("A" if old[40] != "A" else "B") + old[41:]),
+    "shortened record": text(lambda old: old[:64]),
+    "empty record": text(lambda _: ""),
+    "plaintext": PLAIN,
+    "event without content": append(Event(author="user", actions=EventActions(escalate=True))),
+    "added part": lambda world: world.stored().events[0].content.parts.append(PLANTED),  # type: ignore[union-attr]
+}
 
 
-def record_of_a_later_version(world: World) -> None:
-    with_header(world, b"AKS\x03")
-
-
-def record_of_an_unknown_backend(world: World) -> None:
-    with_header(world, b"AKS\x02\x99")
-
-
-def record_of_the_noop_backend(world: World) -> None:
-    event = b'{"author":"user","id":"planted"}'
-    with_header(world, b"AKS\x02\x03" + bytes(8), b"\x00\x061.28.0" + event)
-
-
-def record_of_an_unknown_key(world: World) -> None:
-    with_header(world, b"AKS\x02\x01" + bytes(8))
-
-
-def record_of_the_apps_state(world: World) -> None:
-    set_text(world.stored().events[0], next(iter(world.inner.app_state["app"].values())))
-
-
-def id_with_a_new_line(world: World) -> None:
-    world.stored().events[0].id = "x\nERROR ann was here" + 1000 * "x"
-
-
-def record_modified(world: World) -> None:
-    text = text_of(world.stored().events[0])
-    set_text(world.stored().events[0], text[:40] + ("A" if text[40] != "A" else "B") + text[41:])
-
-
-def record_cut(world: World) -> None:
-    set_text(world.stored().events[0], text_of(world.stored().events[0])[:64])
-
-
-def record_emptied(world: World) -> None:
-    set_text(world.stored().events[0], "")
-
-
-def plaintext_event(world: World) -> None:
-    content = types.Content(role="user", parts=[types.Part(text="planted")])
-    world.stored().events.append(Event(author="user", content=content))
-
-
-def event_without_content(world: World) -> None:
-    world.stored().events.append(Event(author="user", actions=EventActions(escalate=True)))
-
-
-def part_added(world: World) -> None:
-    world.stored().events[0].content.parts.append(types.Part(text="planted"))  # type: ignore[union-attr]
-
-
-EVENT_ATTACKS = [
-    event_of_another_session, event_of_another_user, contents_exchanged_between_events,
-    event_with_another_id, author_modified, invocation_id_modified, turn_complete_modified,
-    time_modified, time_that_is_no_number, event_stored_twice,
-    event_stored_twice_with_other_unused_bits, record_of_a_later_version,
-    record_of_an_unknown_backend, record_of_the_noop_backend, record_of_an_unknown_key,
-    record_of_the_apps_state, id_with_a_new_line, record_modified, record_cut, record_emptied,
-    plaintext_event, event_without_content, part_added,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("attack", EVENT_ATTACKS)
-async def test_event_is_rejected(world: World, attack: Callable[[World], None]) -> None:
+@pytest.mark.parametrize("attack", EVENT_ATTACKS.values(), ids=EVENT_ATTACKS)
+async def test_event_is_rejected(world: World, attack: Attack) -> None:
     attack(world)
     with pytest.raises(DecryptionError) as rejection:
         await world.read()
@@ -208,71 +184,57 @@ async def test_event_is_rejected(world: World, attack: Callable[[World], None]) 
     assert "\n" not in str(rejection.value)
 
 
-def value_modified(world: World) -> None:
-    state = world.stored().state
-    name = next(iter(state))
-    state[name] = state[name][:-8] + "AAAAAAA="
+def entries_of_another_user(world: World) -> None:
+    world.users["ann"] = world.users["bob"]
 
 
-def values_exchanged(world: World) -> None:
+def exchange_values(world: World) -> None:
     state = world.stored().state
     (one, two) = state
     state[one], state[two] = state[two], state[one]
 
 
-def values_exchanged_between_scopes(world: World) -> None:
-    state, user = world.stored().state, world.inner.user_state["app"]["ann"]
-    state[next(iter(state))] = user[next(iter(user))]
+def value(change: Callable[[World, str], object]) -> Attack:
+    """Change the first value of the session's state."""
+
+    def attack(world: World) -> None:
+        state = world.stored().state
+        name = next(iter(state))
+        state[name] = change(world, state[name])
+
+    return attack
 
 
-def entry_moved_to_another_scope(world: World) -> None:
-    world.stored().state |= world.inner.user_state["app"]["ann"]
+def entries(find: Callable[[World], dict[str, Any]]) -> Attack:
+    """Add entries to the session's state."""
+    return lambda world: world.stored().state.update(find(world))
 
 
-def entry_of_another_session(world: World) -> None:
-    world.stored().state |= world.stored(name="two").state
+def entries_of_ann(find: Callable[[World], dict[str, Any]]) -> Attack:
+    """Add entries to the user's state."""
+    return lambda world: world.users["ann"].update(find(world))
 
 
-def value_of_another_session(world: World) -> None:
-    mine, other = world.stored().state, world.stored(name="two").state
-    mine[next(iter(mine))] = other[next(iter(other))]
+STATE_ATTACKS: dict[str, Attack] = {
+    "modified value": value(lambda _, old: old[:-8] + "AAAAAAA="),
+    "exchanged values": exchange_values,
+    "value of another scope": value(lambda world, _: next(iter(world.users["ann"].values()))),
+    "value of another session": value(
+        lambda world, _: next(iter(world.stored(name="two").state.values()))
+    ),
+    "plaintext value": value(lambda *_: {"is_admin": True}),
+    "entries of another scope": entries(lambda world: world.users["ann"]),
+    "entries of another session": entries(lambda world: world.stored(name="two").state),
+    "plaintext entry": entries(lambda _: {"is_admin": True}),
+    "temporary entry": entries(lambda _: {"app:temp:x": "x"}),
+    "entries of another user": entries_of_another_user,
+    "entries of the app": entries_of_ann(lambda world: world.inner.app_state["app"]),
+    "plaintext entry of the user": entries_of_ann(lambda _: {"0" * 32: "aXNfYWRtaW4="}),
+}
 
 
-def entries_of_another_user(world: World) -> None:
-    world.inner.user_state["app"]["ann"] = world.inner.user_state["app"]["bob"]
-
-
-def app_entry_as_the_users(world: World) -> None:
-    world.inner.user_state["app"]["ann"] |= world.inner.app_state["app"]
-
-
-def plaintext_entry(world: World) -> None:
-    world.stored().state["is_admin"] = True
-
-
-def plaintext_value(world: World) -> None:
-    state = world.stored().state
-    state[next(iter(state))] = {"is_admin": True}
-
-
-def plaintext_in_the_users_state(world: World) -> None:
-    world.inner.user_state["app"]["ann"]["0" * 32] = "aXNfYWRtaW4="
-
-
-def temporary_entry(world: World) -> None:
-    world.stored().state["app:temp:x"] = "x"
-
-
-STATE_ATTACKS = [
-    value_modified, values_exchanged, values_exchanged_between_scopes, entry_moved_to_another_scope,
-    entry_of_another_session, value_of_another_session, entries_of_another_user,
-    app_entry_as_the_users, plaintext_entry, plaintext_value, plaintext_in_the_users_state,
-    temporary_entry,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("attack", STATE_ATTACKS)
-async def test_state_is_rejected(world: World, attack: Callable[[World], None]) -> None:
+@pytest.mark.parametrize("attack", STATE_ATTACKS.values(), ids=STATE_ATTACKS)
+async def test_state_is_rejected(world: World, attack: Attack) -> None:
     attack(world)
     for read in (world.read, lambda: listed(world.service, "ann")):
         with pytest.raises(DecryptionError) as rejection:
@@ -305,12 +267,12 @@ async def test_modified_state_that_names_an_unknown_key_is_rejected_or_omitted_w
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As docs/wrapper.md says: an entry of a user's state is omitted, as after an erasure."""
-    before = dict(world.inner.user_state["app"]["ann"])
-    names_an_unknown_key(world.inner.user_state["app"]["ann"])
+    before = dict(world.users["ann"])
+    names_an_unknown_key(world.users["ann"])
     state = (await world.read()).state
     assert sum(key.startswith("user:") for key in state) == len(before) - 1
     assert "an entry of a user's state is left out" in caplog.text
-    world.inner.user_state["app"]["ann"] = before
+    world.users["ann"] = before
     for entries in (world.stored().state, world.inner.app_state["app"]):
         kept = dict(entries)
         names_an_unknown_key(entries)
@@ -327,7 +289,7 @@ async def test_error_of_the_other_service_keeps_its_text(world: World) -> None:
 
 
 async def test_plaintext_is_named_as_such(world: World) -> None:
-    plaintext_event(world)
+    PLAIN(world)
     with pytest.raises(PlaintextRefusedError):
         await world.read()
 
@@ -342,8 +304,8 @@ async def test_session_of_somebody_else_is_rejected(world: World, changed: dict[
 async def test_equal_keys_of_two_owners_have_different_blind_indexes(world: World) -> None:
     names = [
         *world.inner.app_state["app"],
-        *world.inner.user_state["app"]["ann"],
-        *world.inner.user_state["app"]["bob"],
+        *world.users["ann"],
+        *world.users["bob"],
         *world.stored().state,
         *world.stored(name="two").state,
     ]
