@@ -1,5 +1,6 @@
 """Servers for the whole run, and what holds for every test."""
 
+import asyncio
 import gc
 import logging
 import signal
@@ -257,6 +258,13 @@ def _greenlets_outlive_their_threads() -> Iterator[None]:
         if Coverage.current() is not None:
             patch.setattr(threading.Thread, "_bootstrap_inner", keep_and_run)
         yield
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait before an operation is tried again: five pauses of a write take 3.75 s."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
 
 
 @pytest.fixture(scope="session")

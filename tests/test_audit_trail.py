@@ -69,6 +69,7 @@ from adk_secure_sessions.migration import (
     migrate,
 )
 from tests.cli.support import run
+from tests.clocks import shifted
 from tests.drivers import each_driver, on_drivers, server, url
 from tests.faults import Point, lost, with_faults
 from tests.maintenance.support import run_sql
@@ -219,8 +220,8 @@ async def test_expired_session_that_is_deleted_has_a_record_of_its_own(url: sa.U
     async with service_of(url, expires_after=timedelta(hours=1)) as service:
         short = timedelta(seconds=1)
         await service.create_session(**IDS, expires_after=short)
-        await asyncio.sleep(1.1)
-        await service.create_session(app_name="clinic", user_id="bob", session_id="of bob")
+        with shifted(1):
+            await service.create_session(app_name="clinic", user_id="bob", session_id="of bob")
     records = await trail(url, "session.create", "session.expire")
     found = [(one["event"], one["user"], one["session"], one.get("change")) for one in records]
     assert [(event, change) for event, *_, change in found] == [
@@ -246,8 +247,8 @@ async def test_expired_session_that_is_replaced_has_a_record_of_its_own(
 ) -> None:
     async with service_of(url) as service:
         await service.create_session(**IDS, expires_after=timedelta(seconds=1))
-        await asyncio.sleep(1.1)
-        await service.create_session(**IDS)
+        with shifted(1):
+            await service.create_session(**IDS)
     records = await trail(url, "session.create", "session.expire")
     expected = [("session.create", "create"), ("session.expire", "delete")]
     assert [(one["event"], one["change"]) for one in records[:2]] == expected
@@ -264,8 +265,8 @@ async def test_expired_session_that_a_fallback_deletes_has_a_record_of_its_own(
     service = service_of(url, expires_after=timedelta(hours=1))
     async with PlaintextFallbackService(service, AdkTables(source)) as fallback:
         await service.create_session(**IDS, expires_after=timedelta(seconds=1))
-        await asyncio.sleep(1.1)
-        await fallback.create_session(app_name="clinic", user_id="bob")
+        with shifted(1):
+            await fallback.create_session(app_name="clinic", user_id="bob")
     first, *others = await trail(url, "session.create", "session.expire")
     assert {(one["event"], one["change"], one["user"] == first["user"]) for one in others} == {
         ("session.create", "import", False),

@@ -14,7 +14,6 @@ import copy
 import io
 import json
 import logging
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -143,7 +142,7 @@ def encodings(text: str) -> list[bytes]:
 
 FORMS = {text: encodings(text) for text in (*NEEDLES, *OF_FILES)}
 # All needles begin alike, and so do their encodings.  Most data contains none of these beginnings.
-BEGINNINGS = {os.path.commonprefix(forms) for forms in zip(*FORMS.values(), strict=True)}
+BEGINNINGS = {form[:6] for forms in FORMS.values() for form in forms}
 
 
 def found_in(data: bytes | str) -> set[str]:

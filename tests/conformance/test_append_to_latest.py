@@ -63,6 +63,7 @@ async def test_other_writer_that_is_faster_each_time_is_an_error(
         await append_event_to_latest(service, session, event("late"))
 
 
+@pytest.mark.usefixtures("without_pauses")
 @pytest.mark.parametrize("is_stored", [True, False])
 async def test_event_whose_answer_was_lost_is_stored_once(url: sa.URL, is_stored: bool) -> None:
     service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))
@@ -99,6 +100,7 @@ async def test_new_session_whose_answer_was_lost_is_stale_if_others_have_appende
             await service.append_event(session, event("late"))
 
 
+@pytest.mark.usefixtures("without_pauses")
 async def test_call_that_failed_can_be_repeated(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/s.db"
     service, faults = with_faults(lambda: EncryptedSessionService(url, BACKEND))

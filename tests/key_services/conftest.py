@@ -186,6 +186,7 @@ def role(kms: aws.Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "token"
     file.write_text("needle-of-a-token")
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", kms.address)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # its library would wait seconds between them
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/clinic")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(file))
     return file

@@ -12,6 +12,7 @@ from typing import Any
 
 import botocore.session
 import pytest
+from botocore.utils import ContainerMetadataFetcher
 
 from adk_secure_sessions import (
     AwsKmsKey,
@@ -337,6 +338,7 @@ async def test_call_is_repeated_if_a_container_gets_no_credentials_for_a_moment(
     for name in ACCESS:
         monkeypatch.delenv(name.upper())
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{kms.address}/needle")
+    monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
     key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address, attempts=1)
     kms.credentials = (500, b"needle")
     error = await failure(key)

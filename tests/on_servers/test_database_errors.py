@@ -213,6 +213,7 @@ async def test_permission_denied_by_mariadb(
         admin(f"DROP USER {user}@localhost")
 
 
+@pytest.mark.usefixtures("without_pauses")
 @on_postgresql
 async def test_server_that_became_read_only(
     name: str, url: URL, server: Server, admin: Callable[[str], None], record: Record
