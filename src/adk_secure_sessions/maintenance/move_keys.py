@@ -145,9 +145,8 @@ class _Move:
         self._keys = _Side(
             "key-db", db.runner.executors.key_tables, db.runner.read_keys, db.runner.run_on_keys
         )
-        into = to == "key-db"
-        self._source, self._target = (self._data, self._keys)[:: 1 if into else -1]
-        self._table_set_after = TableSet.DATA if into else TableSet.ALL  # of the data database
+        sides = (self._data, self._keys)
+        self._source, self._target = sides if to == "key-db" else sides[::-1]
         self.has_audit_table: bool = False
 
     async def transfer(self) -> KeyMove:
@@ -338,7 +337,8 @@ class _Move:
 
     def _switch(self, connection: sa.Connection) -> None:
         self._require_run(connection)
-        meta.put(connection, meta.HOLDS, self._table_set_after.value)
+        holds = TableSet.DATA if self._target is self._keys else TableSet.ALL
+        meta.put(connection, meta.HOLDS, holds.value)
 
     def _delete(
         self, tables: list[sa.Table], copy: tuple[int, int, str], connection: sa.Connection

@@ -1,6 +1,7 @@
 """Report the keys, records and unfinished rotations of a database; decrypt no record."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -272,13 +273,11 @@ def _with_progress(
 
 
 async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
-    unwraps = None
+    unwraps = False if db.has_root_keys else None
     if db.has_root_keys:
-        try:
+        with suppress(WrongKeyError, DecryptionError):
             await unwrap_master_key(row, db.runner.backends.roots, database_id)
             unwraps = True
-        except (WrongKeyError, DecryptionError):
-            unwraps = False
     # SQLite stores any type in any column, so a time that was tampered with may be no integer.
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000

@@ -98,9 +98,9 @@ async def erase_source(
     # After the deletion, the copies in *db* may be the only ones.  If this mark is stored, a later
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
-    imports, is_new = db.imports, False
-    if comparison.completed:  # an empty source is perhaps the wrong one, and ends no migration
-        is_new = await imports.complete_migration(source_is_erased=True)
+    # An empty source is perhaps the wrong one, and ends no migration.
+    imports, has_ended = db.imports, comparison.completed
+    is_new = has_ended and await imports.complete_migration(source_is_erased=True)
     queries, writer = await source.queries(), source.writer()
     # Also contains attempts whose connection was lost: they may have been committed.
     attempts: list[tuple[int, int, int]] = []
@@ -116,7 +116,7 @@ async def erase_source(
         obstacles = await rewrite_tables(writer, TABLES, db.limits.lock_wait) if is_deleted else []
     finally:
         await writer.close()
-        if attempts and comparison.completed:
+        if attempts and has_ended:
             # Another run at the same time may have deleted nothing, and replaced the mark.
             await imports.complete_migration(source_is_erased=True)
         elif is_new:

@@ -1,13 +1,12 @@
 """Read sessions from any session service of google-adk, through its public methods."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 
-from adk_secure_sessions.concurrency import in_groups
+from adk_secure_sessions.concurrency import at_once, in_groups
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
@@ -29,7 +28,7 @@ from adk_secure_sessions.migration.sources import (
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
-_BATCH = 32  # the number of sessions, or of users, in one batch; their contents are not read
+_BATCH = 32  # the number of sessions in one batch, if their contents are not read
 
 _Content = SessionContent | Unreadable
 
@@ -128,19 +127,18 @@ class ServiceSource(Source):
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for app_name in self._apps(selection):
-            by_user: dict[str, list[SourceSession]] = {}
-            by_user.update((user_id, []) for user_id in self._user_ids.get(app_name, ()))
             listed = await self._listed(app_name)
+            by_user: dict[str, list[SourceSession]]
+            by_user = {user_id: [] for user_id in self._user_ids.get(app_name, ())}
             for source_session in listed:
                 by_user.setdefault(source_session.user_id, []).append(source_session)
-            users = sorted(by_user)
-            for start in range(0, len(users), _BATCH):
-                batch = users[start : start + _BATCH]
-                work = partial(self._user_state, app_name, by_user)
-                states = await in_groups(_AT_ONCE, work, batch)
+            users = sorted(by_user.items())
+            for start in range(0, len(users), _AT_ONCE):
+                batch = users[start : start + _AT_ONCE]
+                states = await at_once(*(self._user_state(app_name, *user) for user in batch))
                 yield {
                     (app_name, user_id): try_convert(encoded_state, state)
-                    for user_id, state in zip(batch, states, strict=True)
+                    for (user_id, _), state in zip(batch, states, strict=True)
                     if state is not None
                 }
             session = await self._newest(listed)
@@ -185,7 +183,7 @@ class ServiceSource(Source):
         return None
 
     async def _user_state(
-        self, app_name: str, listed: Mapping[str, Sequence[SourceSession]], user_id: str
+        self, app_name: str, user_id: str, listed: Sequence[SourceSession]
     ) -> JsonObject | None:
         get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
         if get is not None:  # google-adk 2.6 and later
@@ -193,7 +191,7 @@ class ServiceSource(Source):
                 return dict(await get(app_name=app_name, user_id=user_id))
             except NotImplementedError:
                 pass
-        session = await self._newest(listed[user_id])
+        session = await self._newest(listed)
         return None if session is None else json_text.split_scopes(session.state).user
 
 
