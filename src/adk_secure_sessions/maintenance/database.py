@@ -63,7 +63,7 @@ class Description(NamedTuple):
 
 
 def describe(
-    connection: sa.Connection, table: sa.FromClause | None, updated_at: str, *where: Any
+    connection: sa.Connection, table: sa.FromClause | None, time_column: str, *where: Any
 ) -> Description:
     """Describe the database whose sessions are the rows of *table* for which *where* is true."""
     dialect = dialect_of(connection)
@@ -74,7 +74,7 @@ def describe(
     server = _server(connection.engine.url) if dialect.is_server else None
     number, last = 0, None
     if table is not None:
-        query = sa.select(sa.func.count(), sa.func.max(table.c[updated_at])).select_from(table)
+        query = sa.select(sa.func.count(), sa.func.max(table.c[time_column])).select_from(table)
         ((number, last),) = connection.execute(query.where(*where))
     return Description(server, name or "", number, last)
 

@@ -133,13 +133,11 @@ async def record_headers(
     source = column.table
     rows = await db.reader_of(source)(_select_headers(column, row is not None), parameters)
     found = []
-    for length, start, more, *key in rows:
+    for length, start, root_key_id, is_collection, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
         ids = None if source is keyring else parse_header_or_none(start)
         backend_id, key_id = ids or (None, None)
-        root_key_id = more if source is keyring else None
-        of_session = "collection" if more else "session"
-        kind = of_session if source is sessions else None
+        kind = {None: None, True: "collection", False: "session"}[is_collection]
         found.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))
     return tuple(found)
 
@@ -165,8 +163,10 @@ def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
 def _select_headers(column: sa.Column[Any], of_one_row: bool) -> sa.Select[Any]:
     table = column.table
     key = list(table.primary_key.columns)
-    more = {keyring: keyring.c.root_key_id, sessions: IS_COLLECTION}.get(table, key[0])
-    query = sa.select(sa.func.length(column), header_column(column), more, *key).order_by(*key)
+    root_key_id = keyring.c.root_key_id if table is keyring else sa.null()
+    is_collection = IS_COLLECTION if table is sessions else sa.null()
+    columns = (sa.func.length(column), header_column(column), root_key_id, is_collection, *key)
+    query = sa.select(*columns).order_by(*key)
     if of_one_row:
         query = query.where(key[0] == sa.bindparam("row", type_=key[0].type))
     return first_rows(query, sa.bindparam("limit", type_=sa.BigInteger))

@@ -204,12 +204,40 @@ async def _retire_data_keys(
         return _select_unused(rows, (), None)
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
+    named_ids, decrypted_headers = decrypted
     has_key_database = db.runner.executors.has_key_database
-    work = partial(_delete_unused, owner_tag, rows, *decrypted, has_key_database, dry_run)
+
+    def delete_unused(connection: sa.Connection) -> _KeyDecision[DataKeyRow]:
+        """Delete the unused keys; only find them in a dry run or with a key database."""
+        dialect_of(connection).see_what_is_committed(connection)
+
+        def locked(query: sa.Select[Any]) -> list[Any]:
+            return list(connection.execute(query if dry_run else query.with_for_update()))
+
+        # The lock on the owner's row waits for open transactions that add a session of the owner.
+        queries = (sa.select(table.c.id).where(table.c.tag == owner_tag) for table in (apps, users))
+        app, user = (next((row.id for row in locked(query)), None) for query in queries)
+        is_unchanged, remaining = not (app is None and user is None), rows
+        if not has_key_database:
+            # This lock waits for services that have locked a key because they write with it.
+            query = DATA_KEYS.where(data_keys.c.owner == owner_tag)
+            stored = {DataKeyRow(*row) for row in locked(query)}
+            # Another run of `retire` may have deleted keys, but nobody may have added or changed
+            # any.
+            is_unchanged &= stored <= set(rows)
+            remaining = [row for row in rows if row in stored]
+        headers = None
+        if is_unchanged:
+            headers = decrypted_headers | _count_headers(owner_tag, user, connection)
+        keys = _select_unused(remaining, named_ids, headers)
+        if keys.deletable and not has_key_database and not dry_run:
+            _delete_keys(keys.deletable, connection)
+        return keys
+
     change = partial(db.runner.run_on_data, commit=not dry_run)
     # With a key database, nothing is deleted yet: what an earlier attempt has found may be in use.
     keys: _KeyDecision[DataKeyRow] = await run_deletion(
-        change, work, lambda found: has_key_database or len(found.deletable)
+        change, delete_unused, lambda found: has_key_database or len(found.deletable)
     )
     if has_key_database and keys.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
@@ -248,39 +276,6 @@ async def _decrypt_owner(
                 headers += of_session
                 await throttle.advance(of_session.total())
     return checked.key_ids, headers
-
-
-def _delete_unused(
-    owner_tag: bytes,
-    rows: list[DataKeyRow],
-    named_ids: tuple[int, ...],
-    decrypted: reads.HeaderCounts,
-    has_key_database: bool,
-    dry_run: bool,
-    connection: sa.Connection,
-) -> _KeyDecision[DataKeyRow]:
-    """Delete the owner's unused data keys; only find them with *dry_run* or a key database."""
-    dialect_of(connection).see_what_is_committed(connection)
-
-    def locked(query: sa.Select[Any]) -> list[Any]:
-        return list(connection.execute(query if dry_run else query.with_for_update()))
-
-    # The lock on the owner's row waits for open transactions that add a session of the owner.
-    queries = (sa.select(table.c.id).where(table.c.tag == owner_tag) for table in (apps, users))
-    app, user = (next((row.id for row in locked(query)), None) for query in queries)
-    is_unchanged = not (app is None and user is None)
-    if not has_key_database:
-        # This lock waits for services that have locked a key because they write with it.
-        query = DATA_KEYS.where(data_keys.c.owner == owner_tag)
-        stored = {DataKeyRow(*row) for row in locked(query)}
-        # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
-        is_unchanged &= stored <= set(rows)
-        rows = [row for row in rows if row in stored]
-    headers = decrypted | _count_headers(owner_tag, user, connection) if is_unchanged else None
-    keys = _select_unused(rows, named_ids, headers)
-    if keys.deletable and not has_key_database and not dry_run:
-        _delete_keys(keys.deletable, connection)
-    return keys
 
 
 def _select_unused(

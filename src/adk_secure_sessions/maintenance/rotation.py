@@ -90,10 +90,10 @@ class RotationRun(ABC):
         await self._before_passes()
         for _ in range(_MAX_PASSES):
             self._problems = Problems()
-            is_changed = await self._replace_old_keys()
+            has_replaced = await self._replace_old_keys()
             self.result.left = await self._count_left()
             # If a pass has replaced nothing, another pass would probably replace nothing, either.
-            if self._dry_run or not (self.result.left and is_changed):
+            if self._dry_run or not (self.result.left and has_replaced):
                 break
         await self._after_passes()
         self._problems.write_to(self.result)

@@ -111,7 +111,7 @@ class AdkTables(Source):
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
-        work = partial(describe, table=SESSIONS, updated_at="update_time")
+        work = partial(describe, table=SESSIONS, time_column="update_time")
         found = await self.run_in_snapshot(work)
         try:
             updated_at = to_microseconds(found.updated_at, queries.sessions_zone)
