@@ -238,6 +238,14 @@ class Database(HoldsSecrets, ClosedByWith):
         return await open_existing(self.runner.executors, self.runner.backends, known)
 
 
+def reject_wrapper(survey: Survey, command: str) -> None:
+    if FeatureName.WRAPPER in survey.features:
+        raise ConfigurationError(
+            f"EncryptedSessionWrapper uses this database, and `{command}` cannot see the records "
+            "that another session service stores: no key was changed"
+        )
+
+
 _ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)
 
 

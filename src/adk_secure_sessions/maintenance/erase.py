@@ -13,8 +13,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database, run_deletion
-from adk_secure_sessions.maintenance.inspection import select_id_by_tag
-from adk_secure_sessions.maintenance.row_scan import header_column
+from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by_tag
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters

@@ -9,7 +9,7 @@ from adk_secure_sessions.audit import command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.row_scan import header_column
+from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by_tag
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -152,11 +152,6 @@ def _parse_row(table: str, row: str | int) -> int | bytes:
         pass
     kind = "a tag in hexadecimal" if table == witnesses.name else "a number"
     raise ConfigurationError(f"a row of {table} is identified by {kind}")
-
-
-@functools.cache
-def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
-    return sa.select(table.c.id).where(table.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
 @functools.cache

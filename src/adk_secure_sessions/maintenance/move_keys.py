@@ -30,9 +30,8 @@ from adk_secure_sessions.db.protocol import Executor, Parameters, Row, retried
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
-from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.retire import reject_wrapper
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta

@@ -12,12 +12,12 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, TamperedError
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_newest_named
-from adk_secure_sessions.maintenance.database import Database, run_deletion
+from adk_secure_sessions.maintenance.database import Database, reject_wrapper, run_deletion
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
@@ -41,7 +41,6 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 from adk_secure_sessions.storage.schema import keyring as keyring_table
-from adk_secure_sessions.storage.survey import FeatureName, Survey
 
 K = TypeVar("K")
 
@@ -155,14 +154,6 @@ async def retire(
     kept.extend(of_masters.kept)
     ids = tuple(row.id for row in of_masters.deletable)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
-
-
-def reject_wrapper(survey: Survey, command: str) -> None:
-    if FeatureName.WRAPPER in survey.features:
-        raise ConfigurationError(
-            f"EncryptedSessionWrapper uses this database, and `{command}` cannot see the records "
-            "that another session service stores: no key was changed"
-        )
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:

@@ -1,5 +1,6 @@
 """Walk over all apps, users, sessions and data keys in pages, and decrypt the ids of sessions."""
 
+import functools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -201,6 +202,11 @@ def _decrypt_ids(
 
 SESSION_ROWS = sa.select(*sessions.c)
 _OF_USER = SESSION_ROWS.where(sessions.c.user_row == sa.bindparam("user_row"))
+
+
+@functools.cache
+def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
+    return sa.select(table.c.id).where(table.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
 def header_column(column: sa.Column[Any]) -> sa.ColumnElement[Any]:

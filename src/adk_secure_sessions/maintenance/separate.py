@@ -25,9 +25,9 @@ from adk_secure_sessions.keys.keyring import (
     rewrap_master_key,
 )
 from adk_secure_sessions.maintenance.counts import count_records, select_count
-from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.retire import reject_wrapper, retire
+from adk_secure_sessions.maintenance.retire import retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotate_root import replace_master_keys
