@@ -115,8 +115,8 @@ async def count_records(
         walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
             groups = await span.read(db.runner.read, query, key)
-            newest, more = await newest_named_keys(db, {owner for owner, *_ in groups})
-            newer_keys |= more
+            newest, newer = await newest_named_keys(db, {owner for owner, *_ in groups})
+            newer_keys |= newer
             newest_ids = {
                 owner: row.id
                 for owner, row in newest.items()

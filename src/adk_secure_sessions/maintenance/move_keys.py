@@ -239,11 +239,11 @@ class _Move:
             return
         is_newer = not set(target.keyring) <= {_unparked(row) for row in source.keyring}
         async for span in spans(self._target.read, data_keys.c.id, _BATCH):
-            there, here = [
+            in_target, in_source = [
                 {tuple(row) for row in await span.read(side.read, DATA_KEYS, data_keys.c.id)}
                 for side in (self._target, self._source)
             ]
-            is_newer = is_newer or not there <= here
+            is_newer = is_newer or not in_target <= in_source
         if is_newer:
             raise ConfigurationError(_IN_USE)
 

@@ -326,18 +326,18 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
             except ROW_ERRORS as error:
                 problems.add_error(error, data_keys.name, row.id)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
-        known = {
+        stored_tags = {
             tag
             for column, query in _OWNER_TAGS.items()
             for (tag,) in await rows_where(db.runner.read, query, column, owners)
         }
-        lost = [row for row in rows if row.owner not in known and not _may_be_new(db, row)]
+        lost = [row for row in rows if row.owner not in stored_tags and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has
         # then also deleted the data keys.  So report only data keys that still exist.
         stored = await db.runner.read_data_keys([row.owner for row in lost])
-        there = {key.id for key in stored.data_keys}
+        stored_ids = {key.id for key in stored.data_keys}
         for row in lost:
-            if row.id in there or not isinstance(row.owner, bytes):
+            if row.id in stored_ids or not isinstance(row.owner, bytes):
                 problems.add(data_keys.name, row.id, Reason.MISSING, detail)
         await meter.advance(len(rows))
 

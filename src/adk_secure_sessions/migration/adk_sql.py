@@ -304,9 +304,9 @@ class AdkQueries:
         return {session[0]: try_convert(self.content, *session) for session in found}
 
     def convert_states(self, rows: StateRows) -> States:
-        return {key: try_convert(self._state, key, stored) for key, stored in rows}
+        return {key: try_convert(self._convert_owner_state, key, stored) for key, stored in rows}
 
-    def _state(self, key: Ids, stored: object) -> bytes:
+    def _convert_owner_state(self, key: Ids, stored: object) -> bytes:
         adk_rows.require_valid_ids(*key)
         return self.convert_state(stored)
 

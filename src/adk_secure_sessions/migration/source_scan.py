@@ -104,8 +104,8 @@ class SourceScan:
             items = await self._session_items(listed)
             for item in items:
                 self._tags.add((item.tag,))
-            if left := [item for item in items if item.status not in self.statuses_to_read]:
-                yield left
+            if others := [item for item in items if item.status not in self.statuses_to_read]:
+                yield others
             due = [item for item in items if item.status in self.statuses_to_read]
             if read := await self._with_contents(due):
                 yield read
