@@ -161,7 +161,8 @@ class AdkQueries:
         self._selected = [
             self._json(_e.c[name]) if name in present else sa.null() for name in columns
         ]
-        self._size_columns = [_e.c[name] for name in present & {*adk_rows.JSON_VALUES, "actions"}]
+        sized = present & {*adk_rows.JSON_VALUES, "actions"}
+        self._size_columns = [_e.c[name] for name in columns if name in sized]
 
     def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._since(selection.since)]
