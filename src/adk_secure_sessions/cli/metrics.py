@@ -41,34 +41,32 @@ class Run:
         self.result: object = None  # what the command has shown; None if it has shown nothing
         self._began = time.monotonic()
 
-    def write(self, *, succeeded: bool) -> None:
+    def write(self, file: Path, *, succeeded: bool) -> None:
         """Write the metrics.  A reader sees the old file or the new one, never a part of one."""
-        assert self.file is not None
         now = time.time()
         values: dict[str, dict[str, float]] = {  # by name, and by the labels of that metric alone
             _LAST_RUN: {"": now},
-            _LAST_SUCCESS: {"": now if succeeded else self._last_success()},
+            _LAST_SUCCESS: {"": now if succeeded else self._last_success(file)},
             _DURATION: {"": time.monotonic() - self._began},
             _PROBLEMS: {"": max(self._bad(), 0 if succeeded else 1)},
         }
         if ages := dict(self._key_ages()):
             values[_KEY_AGE] = ages
-        labels = f'command="{self.command}",file="{_escaped(self.file.name)}"'
+        labels = f'command="{self.command}",file="{_escaped(file.name)}"'
         lines = []
         for name, samples in values.items():
             lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} gauge"]
             lines += [f"{name}{{{labels}{more}}} {value:.3f}" for more, value in samples.items()]
-        _replace(self.file, "\n".join([*lines, ""]))
+        _replace(file, "\n".join([*lines, ""]))
 
     def _bad(self) -> int:
         results = self.result.values() if isinstance(self.result, dict) else [self.result]
         return sum(getattr(result, "bad", 0) for result in results)
 
-    def _last_success(self) -> float:
-        """Return when the command last succeeded, as the file says; 0 if it does not say it."""
-        assert self.file is not None
+    def _last_success(self, file: Path) -> float:
+        """Return when the command last succeeded, as *file* says; 0 if it does not say it."""
         try:
-            text = self.file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return 0.0
         line = rf'^{_LAST_SUCCESS}\{{command="{self.command}",.*\}} (\d+\.\d+)$'
@@ -119,7 +117,7 @@ def writing_metrics() -> Iterator[Run]:
     finally:
         if run.file is not None and (run.result is not None or not succeeded):
             try:
-                run.write(succeeded=succeeded)
+                run.write(run.file, succeeded=succeeded)
             except OSError as error:
                 reason = error.strerror or type(error).__name__
                 click.echo(f"the metrics were not written to {run.file}: {reason}", err=True)

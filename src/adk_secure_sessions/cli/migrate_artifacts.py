@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -66,15 +65,14 @@ def artifacts(
     """
     from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
     from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
+    from adk_secure_sessions.integrations.object_store import directory_of
     from adk_secure_sessions.maintenance.database import Description
 
     with runner_for(db, resume_hint=None if action == "compare" else AGAIN) as call:
-        if source.startswith("file:///"):  # as google-adk's --artifact_service_uri
-            from urllib.request import url2pathname  # this module imports 20 others
-
-            source = url2pathname(urlsplit(source).path)
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
-        origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(source)
+        # The directory may be a URL, as in google-adk's --artifact_service_uri.
+        directory = directory_of(source) or source
+        origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(directory)
         if action == "erase-source" and not dry_run:
             server = "Google Cloud Storage" if is_bucket else None
             number = call(origin.count())

@@ -119,14 +119,7 @@ class Program(click.Group):
     command_class: type[click.Command] | None = Command
     group_class: type[click.Group] | type[type] | None = type  # groups in it have its class
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, *values: Any, **extra: Any) -> NoReturn:
         if args is None:
             # This process ends with the command.  Without `freeze`, Python searches all objects for
             # cycles before it ends, which takes a tenth of a second.
@@ -135,9 +128,7 @@ class Program(click.Group):
         failure: click.ClickException
         with metrics.writing_metrics() as extra["obj"]:
             try:
-                status = super().main(
-                    arguments, prog_name, complete_var, standalone_mode=False, **extra
-                )
+                status = super().main(arguments, *values, **extra | {"standalone_mode": False})
                 sys.exit(status if isinstance(status, int) else 0)
             except click.ClickException as error:
                 failure = error

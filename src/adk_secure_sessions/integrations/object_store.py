@@ -80,7 +80,7 @@ class ArtifactStore(HoldsSecrets):
         self._seen: set[str] = set()  # see `BlobDirectory`
         self._remote: ObjectStore | None = None
         if isinstance(store, str | os.PathLike):
-            self._directory = _directory_of(store)
+            self._directory = directory_of(store)
             if self._directory is None:
                 require("artifacts", "obstore", user="this artifact store")
                 self._remote = _open_url(os.fspath(store), dict(options or {}), allow_http, timeout)
@@ -134,7 +134,7 @@ def as_artifact_store(store: AnyStore) -> ArtifactStore:
     return store if isinstance(store, ArtifactStore) else ArtifactStore(store)
 
 
-def _directory_of(store: "str | os.PathLike[str]") -> Path | None:
+def directory_of(store: "str | os.PathLike[str]") -> Path | None:
     """Return the directory that *store* names; None if *store* is the URL of another store."""
     text = os.fspath(store)
     if not text:
