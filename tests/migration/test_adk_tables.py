@@ -520,6 +520,25 @@ async def test_rows_that_an_attacker_adds_while_the_source_is_open_do_not_make_i
             assert [len(batch) async for batch in source.sessions_of("app", None)] == [1]
 
 
+@json_kinds
+async def test_sessions_that_are_added_behind_the_last_do_not_make_a_listing_endless(
+    adk: Adk,
+) -> None:
+    await fill(adk.service, session_id="good")
+    added = 0
+    async with adk.source() as source:
+        async for _ in source.sessions(Selection()):
+            added += 1
+            adk.run(
+                "INSERT INTO sessions (app_name, user_id, id, state, create_time, update_time) "
+                "SELECT app_name, user_id, :id, state, create_time, update_time FROM sessions "
+                "WHERE id = 'good'",
+                {"id": f"z{added}"},
+            )
+            assert added < 5
+    assert added == 1
+
+
 # --- schema v0 -----------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
+from adk_secure_sessions.migration import adk_sql
 from adk_secure_sessions.migration.adk_rows import to_microseconds
 from adk_secure_sessions.migration.adk_sql import (
     APP_STATES,
@@ -125,7 +126,8 @@ class AdkTables(Source):
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         queries = await self.queries()
-        async for page in self._pages(partial(queries.page, selection=selection)):
+        work = partial(queries.page, selection=selection)
+        async for page in self._pages(work, adk_sql.PAGE):
             for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
@@ -145,7 +147,7 @@ class AdkTables(Source):
         queries = await self.queries()
         for table in STATE_TABLES:
             work = partial(queries.states, selection=selection, table=table)
-            async for rows in self._pages(work):
+            async for rows in self._pages(work, adk_sql.STATE_PAGE):
                 yield await asyncio.to_thread(queries.convert_states, rows)
             aliases = partial(queries.aliases, selection=selection, table=table)
             if others := await self.run_in_snapshot(aliases):
@@ -164,7 +166,8 @@ class AdkTables(Source):
         """Yield the sessions of a user, or of an app, in batches and without their events."""
         key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
-        async for rows in self._pages(partial(queries.lookup, key=key)):
+        work = partial(queries.lookup, key=key)
+        async for rows in self._pages(work, adk_sql.LOOKUP_PAGE):
             yield await asyncio.to_thread(queries.convert_sessions, rows)
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
@@ -216,10 +219,12 @@ class AdkTables(Source):
             )
         return self._queries
 
-    async def _pages(self, work: Callable[..., list[T]]) -> AsyncIterator[list[T]]:
+    async def _pages(self, work: Callable[..., list[T]], size: int) -> AsyncIterator[list[T]]:
         after = None
         while rows := await self.run_in_snapshot(partial(work, after=after)):
             yield rows
+            if len(rows) < size:  # do not follow a writer that adds rows behind the last
+                return
             after = end_of(rows)
 
 
