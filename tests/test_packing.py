@@ -9,7 +9,6 @@ and `AES`.
 import asyncio
 import base64
 import sqlite3
-import warnings
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from sqlalchemy import URL
 
 from adk_secure_sessions import (
     AesGcmBackend,
-    ConfigurationError,
     EncryptedSessionService,
     EncryptedSessionWrapper,
     EncryptionBackend,
@@ -31,7 +29,6 @@ from adk_secure_sessions import (
     Packing,
 )
 from adk_secure_sessions.formats.records import PADDED, ZLIB, padme
-from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
@@ -369,21 +366,3 @@ def test_command_migrate_packs_what_it_copies(
     assert said.code == 0, said
     assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, ZLIB | PADDED, PADDED]
     assert run("migrate", "copy", "--from", "x", "--to", "y", "--compression", "gzip").code == 2
-
-
-# --- arguments -----------------------------------------------------------------------------------
-
-
-async def test_uri_has_both_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adk, "_services", {})
-    monkeypatch.setattr(adk, "_close_on_sigterm", lambda: None)
-    start = f"encrypted+{file(tmp_path)}?backend=no-op"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        service = adk.session_service(f"{start}&compression=zlib&padding=padme")
-    async with service:
-        await write(service)
-    assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, ZLIB | PADDED, PADDED]
-    for option, values in {"compression": "zlib", "padding": "padme"}.items():
-        with pytest.raises(ConfigurationError, match=f"'{option}' of the URI can only be {values}"):
-            adk.parse(f"{start}&{option}=gzip")

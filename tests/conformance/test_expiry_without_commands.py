@@ -9,9 +9,8 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import URL
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
+from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.protocol import Read
-from adk_secure_sessions.integrations.adk import parse
 from adk_secure_sessions.storage.features import expiry
 from adk_secure_sessions.storage.schema import sessions
 from tests.conformance.services import KEY
@@ -210,12 +209,3 @@ async def test_error_of_a_deletion_is_logged_and_not_raised(
             await service.create_session(app_name="new", user_id="new")
         assert caplog.text == "", "it tries again after a minute"
         assert await stored(service) == 3
-
-
-def test_uri_has_the_option() -> None:
-    uri = "encrypted+sqlite:///./s.db?key=env:KEY"
-    assert dict(parse(f"{uri}&expires_after=90d").options)["expires_after"] == timedelta(days=90)
-    assert dict(parse(uri).options)["expires_after"] is None
-    for text in ("", "90", "0d", "1y", "-1d"):
-        with pytest.raises(ConfigurationError, match="90d"):
-            parse(f"{uri}&expires_after={text}")
