@@ -335,7 +335,8 @@ class _OpenState(NamedTuple):
 
     keys: DatabaseKeys
     row_cache: RowCache
-    identities: Lru[tuple[str, str, str, bool], Identity]
+    # Of sessions and collections, by their ids; and any one of each user, by app name and user id.
+    identities: Lru[tuple[object, ...], Identity]
     objects: dict[object, Any]  # see `OperationRunner.cached_object`
     expires: float
     # The timers that empty the caches.  A strong reference would keep the event loop in memory.
@@ -436,7 +437,10 @@ class OperationRunner:
         if opened is None:
             opened = await self._ensure_open()
         ids = (app_name, user_id, session_id, is_collection)
-        return opened.identities.get(ids) or identify(opened.keys.keyring.index_master, *ids)
+        if found := opened.identities.get(ids):
+            return found
+        of_user = opened.identities.get(ids[:2])
+        return identify(opened.keys.keyring.index_master, *ids, of_user)
 
     @property
     def keyring_if_open(self) -> Keyring | None:
@@ -706,6 +710,8 @@ def _cache_identity(opened: _OpenState, identity: Identity) -> None:
         owner = owner or rows.apps.get(identity.app_tag)
     if owner and (not identity.session_id or rows.sessions.get(identity.session_tag)):
         opened.identities.put(ids, identity)
+        if not opened.identities.get(ids[:2]):
+            opened.identities.put(ids[:2], identity)
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:

@@ -464,7 +464,11 @@ def identify(
     user_id: str = "",
     session_id: str = "",
     is_collection: bool = False,
+    of_user: Identity | None = None,
 ) -> Identity:
+    """Return the ids and their tags; *of_user* is another identity with this app and user, if
+    known.
+    """
     # Each id is a part of several contexts, and is encoded once.
     app = context_part(app_name)
     user = app + context_part(user_id)
@@ -474,8 +478,8 @@ def identify(
         app_name,
         user_id,
         session_id,
-        master.tag(_KIND["app"] + app),
-        master.tag(_KIND["user"] + user),
+        of_user.app_tag if of_user else master.tag(_KIND["app"] + app),
+        of_user.user_tag if of_user else master.tag(_KIND["user"] + user),
         session_tag,
         _KIND[SESSIONS.kind] + user + context_part(session_tag),
         _KIND[EVENTS.kind] + session,
