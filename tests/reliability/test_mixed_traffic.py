@@ -35,7 +35,7 @@ from tests.processes import children
 from tests.reliability.results import Record
 from tests.reliability.traffic import APP, Checked, check, open_database, open_service, write
 
-SHORT, LONG = 4.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
+SHORT, LONG = 2.0, float(os.environ.get("ENDURANCE_SECONDS", "300"))
 PROCESSES, TASKS = 2, 3
 MEBIBYTE = 1 << 20
 # From the end of the first quarter on, the memory of a process may grow by so much.
