@@ -206,5 +206,5 @@ def test_contents_are_reencrypted_with_the_records(filled: str, store: Path) -> 
 
 def test_commands_do_not_import_adk(filled: str, store: Path) -> None:
     options = [*on(filled), "--store", str(store)]
-    names = imported(["verify", *options], ["rotate", "data", *options, "--dry-run"])
+    *_, names = imported(["verify", *options], ["rotate", "data", *options, "--dry-run"])
     assert {"google.adk", "pydantic"} & names == set()
