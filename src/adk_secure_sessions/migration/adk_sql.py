@@ -36,9 +36,8 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
-PAGE = 5000  # the maximum number of sessions that `AdkQueries.page` returns at once
-LOOKUP_PAGE = 500  # the maximum number of sessions that `AdkQueries.lookup` returns at once
-STATE_PAGE = 500  # the maximum number of states that `AdkQueries.states` returns at once
+# The numbers of rows of a page: of sessions without their states, of sessions with them, of states.
+PAGE, LOOKUP_PAGE, STATE_PAGE = 5000, 500, 500
 # PostgreSQL returns the compressed size of a value; the size is estimated as this multiple of it.
 _COMPRESSION = 3
 _UNREADABLE_EVENT = f"{adk_rows.INSTALLED_ADK} cannot read it, or it exceeds a limit: {SEE_LIMITS}"
@@ -177,7 +176,7 @@ class AdkQueries:
         return connection.scalar(sessions) or 0
 
     def page(
-        self, connection: sa.Connection, selection: Selection, after: Ids | None
+        self, connection: sa.Connection, selection: Selection, after: Ids | None, limit: int
     ) -> list[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
@@ -188,7 +187,7 @@ class AdkQueries:
         )
         size: Any = sum(sizes, start=sa.literal(0))
         sessions = self._sessions(
-            connection, self._within(selection), after, PAGE, self._size(_s.c.state), size
+            connection, self._within(selection), after, limit, self._size(_s.c.state), size
         )
         return [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
 
@@ -229,7 +228,8 @@ class AdkQueries:
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
         for table in STATE_TABLES:
-            yield from _pages(partial(self.states, connection, EVERYTHING, table))
+            read = partial(self.states, connection, EVERYTHING, table, limit=STATE_PAGE)
+            yield from _pages(read)
 
     def lock(self, connection: sa.Connection) -> None:
         # On SQLite, the transaction that the caller has begun has locked the file.
@@ -265,13 +265,13 @@ class AdkQueries:
         return stored
 
     def lookup(
-        self, connection: sa.Connection, key: Sequence[str], after: Ids | None = None
+        self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int
     ) -> list[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
         named = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions = self._sessions(
-            connection, named, after, LOOKUP_PAGE, self._json(_s.c.state), sa.literal(0)
+            connection, named, after, limit, self._json(_s.c.state), sa.literal(0)
         )
         return [(session, row, []) for session, row, _ in sessions]
 
@@ -337,12 +337,17 @@ class AdkQueries:
         return self._read_event(row, self._events_zone)
 
     def states(
-        self, connection: sa.Connection, selection: Selection, table: sa.Table, after: Ids | None
+        self,
+        connection: sa.Connection,
+        selection: Selection,
+        table: sa.Table,
+        after: Ids | None,
+        limit: int,
     ) -> list[tuple[Ids, Any]]:
         """Return the next rows of a table of states; *after* is as for `page`."""
         key, of_app = tuple(table.primary_key), self._of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
-        query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(STATE_PAGE)
+        query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(limit)
         return [(self._text_ids(row[:-1]), row[-1]) for row in connection.execute(query).all()]
 
     def aliases(

@@ -156,7 +156,8 @@ class AdkTables(Source):
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         """Return the session with these ids; None if there is none."""
         queries = await self.queries()
-        work = partial(queries.lookup, key=(app_name, user_id, session_id))
+        key = (app_name, user_id, session_id)
+        work = partial(queries.lookup, key=key, after=None, limit=1)
         rows = await self.run_in_snapshot(work)
         return rows[0][0] if rows else None
 
@@ -221,7 +222,7 @@ class AdkTables(Source):
 
     async def _pages(self, work: Callable[..., list[T]], size: int) -> AsyncIterator[list[T]]:
         after = None
-        while rows := await self.run_in_snapshot(partial(work, after=after)):
+        while rows := await self.run_in_snapshot(partial(work, after=after, limit=size)):
             yield rows
             if len(rows) < size:  # do not follow a writer that adds rows behind the last
                 return
