@@ -312,7 +312,7 @@ class _Deletion:
             nowait = again and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
         rows = self._connection.execute(query).all()
-        self._counts[_COLLECTIONS] += sum(is_collection for _, _, is_collection in rows)
+        self._counts[_COLLECTIONS] += sum(bool(is_collection) for *_, is_collection in rows)
         return [(row_id, tag) for row_id, tag, _ in rows]
 
     def _delete(self, table: sa.Table, where: sa.ColumnElement[bool]) -> None:
