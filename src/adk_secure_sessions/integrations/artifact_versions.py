@@ -160,18 +160,21 @@ def _parse_items(collection: Collection) -> list[Version]:
     first = collection.size - len(collection.items)
     versions: list[Version] = []
     for number in range(first, collection.size):
-        one = _parse_item(collection, number)
+        version = _parse_item(collection, number)
         # The first of several last items cannot be checked.
         before = versions[-1].versions if versions else None if number else 0
         # An item adds the next version, or describes an existing one again.
-        last = one.number if one.rotation is None else one.versions
-        if before is not None and last != before:
-            raise _malformed(collection, number)
-        versions.append(one)
+        last = version and (version.number if version.rotation is None else version.versions)
+        if version is None or before not in (None, last):
+            row = f"{collection.version.session_row}, {number}"
+            detail = "its plaintext is malformed"
+            raise TamperedError(detail, Reason.MALFORMED, events.name, row)
+        versions.append(version)
     return versions
 
 
-def _parse_item(collection: Collection, item: int) -> Version:
+def _parse_item(collection: Collection, item: int) -> Version | None:
+    """Return the version that the item describes; None if the item is malformed."""
     _, values = json_text.read_event(collection.items[item - collection.size])
     row = collection.version.session_row
     try:
@@ -195,13 +198,4 @@ def _parse_item(collection: Collection, item: int) -> Version:
             return version
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         pass
-    raise _malformed(collection, item)
-
-
-def _malformed(collection: Collection, item: int) -> TamperedError:
-    return TamperedError(
-        "its plaintext is malformed",
-        Reason.MALFORMED,
-        events.name,
-        f"{collection.version.session_row}, {item}",
-    )
+    return None

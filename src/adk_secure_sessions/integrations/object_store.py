@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
@@ -219,9 +220,11 @@ def _http_endpoints(*settings: Mapping[str, Any]) -> list[str]:
 
 # --- stores of obstore ---------------------------------------------------------------------------
 
-# The id of the process that first used obstore.  In a process that was forked later, the threads of
-# obstore do not exist, so every call of obstore would wait for ever.
-_first_process: int | None = None
+
+@cache
+def _first_process() -> int:
+    """Return the id of the process that first used obstore."""
+    return os.getpid()
 
 
 class _Bucket(BlobStore):
@@ -306,10 +309,8 @@ class _Bucket(BlobStore):
     @hides_locals
     async def _call(self, call: Any) -> Any:
         """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
-        global _first_process
-        if _first_process is None:
-            _first_process = os.getpid()
-        if _first_process != os.getpid():
+        # In a process that was forked later, obstore has no threads, and would wait for ever.
+        if _first_process() != os.getpid():
             raise ConfigurationError(
                 "this process was forked after the artifact store was used, where obstore cannot "
                 "work: start processes with spawn, or use the store only after the fork"
