@@ -54,7 +54,8 @@ def passed(name: str) -> set[str]:
     kinds = inspect.signature(command.callback).parameters
     if all(one.kind is not one.VAR_KEYWORD for one in kinds.values()):
         return set()
-    own = {one.name for one in command.params if not isinstance(one, CommonOption)}
+    options = [one for one in command.params if one.expose_value]
+    own = {one.name for one in options if not isinstance(one, CommonOption)}
     # `on_database` and `with_store` convert some options to `db` and `store`, those of `migrate`
     # some to a source and a selection, and `run` asks for the confirmation.
     converted = {"db", "compression", "padding", "allow_http", "confirm"}

@@ -12,7 +12,7 @@ from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backend
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, maintenance
-from adk_secure_sessions.cli.program import CommonOption, one_line_errors
+from adk_secure_sessions.cli.program import CommonOption, help_all, one_line_errors
 from adk_secure_sessions.formats import times
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 
@@ -129,6 +129,14 @@ _WITH_DATABASE = (
         help="Replace this file, NAME.prom, with metrics of this run for Prometheus.",
     ),
     _common("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
+    click.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=help_all,
+        help="Show this message with the common options, and exit.",
+    ),
 )
 
 

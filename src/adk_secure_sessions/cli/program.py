@@ -62,12 +62,6 @@ class Command(click.Command):
     Otherwise `erase-user --user ada --user eve` would exit 0, and ada would not be erased.
     """
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        params = super().get_params(ctx)
-        if not any(isinstance(param, CommonOption) for param in params):
-            return params
-        return [*params, _HELP_ALL]
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
         common: list[tuple[str, str]] = []
@@ -76,7 +70,7 @@ class Command(click.Command):
                 (common if isinstance(param, CommonOption) else own).append(record)
         with formatter.section("Options"):
             formatter.write_dl(own)
-        if common and ctx.meta.get(_ALL):
+        if common and ctx.meta.get(_HELP_ALL):
             with formatter.section("Options of all commands with a database"):
                 formatter.write_dl(common)
         elif common:
@@ -93,24 +87,15 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
 
-_ALL = f"{__name__}.help_all"
+_HELP_ALL = f"{__name__}.help_all"
 
 
-def _show_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+def help_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print the help with the common options, and exit.  click calls this function."""
     if value and not context.resilient_parsing:
-        context.meta[_ALL] = True
+        context.meta[_HELP_ALL] = True
         click.echo(context.get_help())
         context.exit()
-
-
-_HELP_ALL = click.Option(
-    ["--help-all"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_all,
-    help="Show this message with the common options, and exit.",
-)
 
 
 class Program(click.Group):
