@@ -67,9 +67,9 @@ _KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  It needs at most two, unless other
 # processes change the keys at the same time.
 _NEW_KEYS = 8
-# How many more times an operation that lacks a data master rereads the keyring after the first
-# time.  Other processes may rotate and retire master keys during each attempt.
-_REREADS = 3
+# How many times an operation rereads the keyring, if it still lacks a data master.  Other processes
+# may rotate and retire master keys during each attempt.
+_REREADS = 4
 
 
 # --- caches of rows and events --------------------------------------------------------------------
@@ -222,6 +222,12 @@ class KeySource(Enum):
     CACHE = "this process has cached the data keys"
     QUERY = "the query that reads the rows also reads the data keys"
     KEY_DATABASE = "the data keys were read from the key database before the rows"
+
+
+# In this order, an operation tries the sources.  Between a read of the key database and one of the
+# rows, another process may create or retire a data key: if a key is missing, both are read again.
+_KEY_SOURCES = (KeySource.CACHE, KeySource.QUERY)
+_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DATABASE)
 
 
 class Attempt(NamedTuple):
@@ -465,46 +471,38 @@ class OperationRunner:
     ) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
         identity, database_keys = operation.identity, opened.keys
-        separate = self.executors.has_key_database
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
-        needs_fresh_keys = operation.needs_fresh_keys or not are_cached
         if measured := telemetry.current_operation():
             measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
-        # With a key database, the data keys are read before the rows.  Between the two reads,
-        # another process may have created or retired a data key.  So if a key is missing the first
-        # time, read both the keys and the rows again.
-        keys_match_rows = not separate
-        accepts_changed_keyring = False
+        sources = _WITH_KEY_DATABASE if self.executors.has_key_database else _KEY_SOURCES
+        step = 0 if are_cached and not operation.needs_fresh_keys else 1
+        may_skip_read = step == 0
         rereads = 0
-        is_first = True
         retries: Retries | None = None  # after a failed attempt
         new_key_ids: list[int] = []  # of data keys stored in the key database
         in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
         while True:
-            keyring_seen = database_keys.keyring
+            keyring_seen, source = database_keys.keyring, sources[step]
             keys = TransactionKeys(
                 database_keys,
-                accepts_changed_keyring=accepts_changed_keyring,
-                uses_cache=not needs_fresh_keys,
+                accepts_changed_keyring=rereads > 0,
+                uses_cache=source is KeySource.CACHE,
                 key_ids_of_earlier_attempts=new_key_ids,
                 packing=self.packing,
             )
-            source = KeySource.CACHE
-            if needs_fresh_keys:
-                source = KeySource.KEY_DATABASE if separate else KeySource.QUERY
             attempt = Attempt(
                 identity,
                 keys,
                 opened.row_cache,
                 source,
-                is_first and source is KeySource.CACHE,
+                may_skip_read,
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries is not None and retries.locks_rows,
                 after_commit=[] if operation.writes else None,
-                keys_are_complete=needs_fresh_keys and keys_match_rows,
+                keys_are_complete=step == len(sources) - 1,
                 may_reread_keyring=rereads < _REREADS,
             )
-            is_first = False
+            may_skip_read = False
             try:
                 try:
                     if source is KeySource.KEY_DATABASE:
@@ -513,17 +511,16 @@ class OperationRunner:
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
                 except UnknownKeyError:
-                    if keys.lacks_master and attempt.may_reread_keyring:
-                        # Another process has changed the keyring again since it was read again.
-                        rereads += 1
-                        await self.reread_keyring(database_keys, keyring_seen)
-                        telemetry.count_retry("keyring")
-                        continue
                     if attempt.unknown_key_is_final:
                         raise
-                    keys_match_rows = keys_match_rows or needs_fresh_keys
-                    needs_fresh_keys = True
-                    telemetry.count_retry("unknown_key")
+                    if keys.lacks_master and attempt.may_reread_keyring:
+                        # Another process has changed the keyring again since it was read again.
+                        await self.reread_keyring(database_keys, keyring_seen)
+                        rereads += 1
+                        telemetry.count_retry("keyring")
+                    else:
+                        step += 1
+                        telemetry.count_retry("unknown_key")
                 except CacheMiss:
                     pass
                 except NeedsDataKey as need:
@@ -538,7 +535,7 @@ class OperationRunner:
                     telemetry.count_retry("new_key")
                 except StaleKeyring:
                     await self.reread_keyring(database_keys, keyring_seen)
-                    accepts_changed_keyring = True
+                    rereads += 1
                     telemetry.count_retry("keyring")
                 except Conflict:
                     # A new data key is stored only if the keyring that we have read is current.
@@ -588,14 +585,17 @@ class OperationRunner:
         database_keys, tags = await self.database_keys(), list(owners)
         rereads = 0
         while True:
-            old, again = database_keys.keyring, rereads > 0
+            old = database_keys.keyring
             rows = await self.read_data_keys(tags)
             staged = TransactionKeys(
-                database_keys, accepts_changed_keyring=again, uses_cache=False, packing=self.packing
+                database_keys,
+                accepts_changed_keyring=rereads > 0,
+                uses_cache=False,
+                packing=self.packing,
             )
             with suppress(StaleKeyring):
                 staged.load(rows.data_keys, rows.master_fingerprints)
-                if not staged.lacks_master or rereads > _REREADS:
+                if not staged.lacks_master or rereads == _REREADS:
                     return staged
             await self.reread_keyring(database_keys, old)
             rereads += 1
