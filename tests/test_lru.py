@@ -102,7 +102,7 @@ def test_many_threads_never_exceed_the_size() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_process_that_was_forked_during_a_change_can_change_the_cache() -> None:
     lru = sized(10, a=5)
-    with lru._one_change.lock, warnings.catch_warnings():
+    with lru._lock.lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks with several threads
         child = os.fork()
         if not child:

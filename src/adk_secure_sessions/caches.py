@@ -57,7 +57,7 @@ class Lru(Generic[K, V]):
         self.limit: int = limit
         self.size: int = 0
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._one_change = ThreadLock()  # an entry and the total size change together
+        self._lock = ThreadLock()  # an entry and the total size change together
 
     def get(self, key: K) -> V | None:
         # This needs no lock, because each call on the `OrderedDict` is atomic.
@@ -78,7 +78,7 @@ class Lru(Generic[K, V]):
         if size > self.limit:
             self.drop(key)
             return
-        with self._one_change.lock:
+        with self._lock.lock:
             _, old = self._entries.get(key, (None, 0))  # `get` must find it until it is replaced
             self._entries[key] = value, size
             self._entries.move_to_end(key)
@@ -88,6 +88,6 @@ class Lru(Generic[K, V]):
                 self.size -= removed
 
     def drop(self, key: K) -> None:
-        with self._one_change.lock:
+        with self._lock.lock:
             _, size = self._entries.pop(key, (None, 0))
             self.size -= size

@@ -174,7 +174,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._expiry = Expiry(runner, create_index=create_tables)
         self._index = SearchIndex(runner, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(runner)
-        self._skip = skip_unreadable_sessions
+        self._skips_bad = skip_unreadable_sessions
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
@@ -185,7 +185,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     @property
     def backend(self) -> EncryptionBackend:
         """The backend that encrypts all new records."""
-        return self._runner.backends.writer
+        return self._runner.backends.writing
 
     @property
     def stores_plaintext(self) -> bool:
@@ -424,7 +424,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         user_or_empty = "" if user_id is None else user_id
         check_ids(app_name, user_or_empty)
         identity = await self._runner.identify(app_name, user_or_empty)
-        listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skip)
+        listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skips_bad)
         return self._by_update(app_name, await self._runner.run(listing))
 
     @accessed("sessions.list")
@@ -461,7 +461,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             DecryptionError: See `list_sessions`.
             ValueError: An argument is none of the values above.
         """
-        options = page_options(limit, after, order, with_snapshots=include_state, skip=self._skip)
+        options = page_options(
+            limit, after, order, with_snapshots=include_state, skip=self._skips_bad
+        )
         page = await self._list(app_name, user_id, options)
         listed = self._sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
@@ -506,7 +508,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 time is impossible.
         """
         updated = period(updated_after, updated_before)
-        options = reads.PageOptions(_ALL, updated=updated, skip=self._skip)
+        options = reads.PageOptions(_ALL, updated=updated, skip=self._skips_bad)
         page = await self._find(app_name, key, value, options)
         return self._by_update(app_name, page.items)
 
@@ -539,7 +541,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
         updated = period(updated_after, updated_before)
-        options = page_options(limit, after, order, updated=updated, skip=self._skip)
+        options = page_options(limit, after, order, updated=updated, skip=self._skips_bad)
         page = await self._find(app_name, key, value, options)
         return SessionPage(self._sessions(app_name, page.items), position_text(page.next))
 
@@ -579,7 +581,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             try:
                 listed.append(_session(app_name, view, include_state=include_state))
             except DecryptionError as error:
-                if not self._skip:
+                if not self._skips_bad:
                     raise
                 record_rejected(error)
                 logger.error("left out of a listing: %s", error)

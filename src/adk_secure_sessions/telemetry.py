@@ -174,9 +174,9 @@ def _lookup_kinds(cache: str) -> dict[bool, WorkKind]:
     return {hit: WorkKind({CACHE: cache, HIT: hit}, None) for hit in (False, True)}
 
 
-IN_DATA_KEYS = _lookup_kinds("data_keys")
-IN_SESSIONS = _lookup_kinds("sessions")
-IN_HISTORIES = _lookup_kinds("histories")
+DATA_KEY_CACHE = _lookup_kinds("data_keys")
+SESSION_CACHE = _lookup_kinds("sessions")
+EVENT_CACHE = _lookup_kinds("histories")
 
 # What was done; an amount; seconds.
 Value = tuple[WorkKind, int, float]

@@ -89,7 +89,7 @@ def test_child_process_begins_anew_with_an_engine_of_ours_and_cannot_with_anothe
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 def test_child_process_that_was_forked_during_a_call_of_a_thread_can_make_calls() -> None:
     one = executor_without_a_server(owns_engine=True)
-    with one._one_change.lock, warnings.catch_warnings():
+    with one._lock.lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and later warn of forks with several threads
         child = os.fork()
         if not child:

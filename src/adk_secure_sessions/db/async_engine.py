@@ -69,7 +69,7 @@ class AsyncEngineExecutor:
         # Without this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
         self._locks = LoopLocks()
-        self._one_change = ThreadLock()  # of the next four fields
+        self._lock = ThreadLock()  # of the next four fields
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._calls = 0  # the number of calls in progress
@@ -300,7 +300,7 @@ class AsyncEngineExecutor:
     def enter(self) -> bool:
         """Register a call, and return whether it is the first call in its event loop."""
         loop, pid = asyncio.get_running_loop(), os.getpid()
-        with self._one_change.lock:
+        with self._lock.lock:
             is_first = loop is not self._loop or pid != self._pid
             if is_first:
                 self._leave_previous_loop(pid)
@@ -315,7 +315,7 @@ class AsyncEngineExecutor:
 
     def leave(self) -> None:
         """Register the end of a call."""
-        with self._one_change.lock:
+        with self._lock.lock:
             self._calls -= 1
 
     def _leave_previous_loop(self, pid: int) -> None:

@@ -241,7 +241,7 @@ class SqliteExecutor:
         self._engine.dispose()
         with _lock.lock:
             if all(thread.file is not self._file for thread in _file_threads):
-                self._file.known = None  # any file may be the first one of the next connection
+                self._file.opened = None  # any file may be the first one of the next connection
 
     async def _submit(
         self,
@@ -337,7 +337,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     _forking.clear()
-    _inherited.update(thread.file.known[1:] for thread in _file_threads if thread.file.known)
+    _inherited.update(thread.file.opened[1:] for thread in _file_threads if thread.file.opened)
     _file_threads.clear()
 
 
@@ -359,11 +359,11 @@ class FileIdentity:
     def __init__(self) -> None:
         self._checked = 0.0  # when `check_often` has called `check`, in monotonic seconds
         # The path, the device and the inode; None if there is no file, or no connection yet.
-        self.known: tuple[bytes, int, int] | None = None
+        self.opened: tuple[bytes, int, int] | None = None
 
     def connected(self, driver: sqlite3.Connection, _record: object) -> None:
         """Remember the file of the first connection."""
-        if self.known is not None:
+        if self.opened is not None:
             return
         text_factory, driver.text_factory = driver.text_factory, bytes
         path: bytes = driver.execute("PRAGMA database_list").fetchone()[2]
@@ -372,7 +372,7 @@ class FileIdentity:
             status = os.stat(path)
         except OSError:
             return  # it is in memory, or a VFS gives it a name that is no path
-        self.known = path, status.st_dev, status.st_ino
+        self.opened = path, status.st_dev, status.st_ino
 
     def check_often(self) -> None:
         """Call `check` unless it was called in the last 0.1 s.  A read loses no data meanwhile."""
@@ -382,9 +382,9 @@ class FileIdentity:
 
     def check(self) -> None:
         """Raise DatabaseError if the file is not the one that the first connection has opened."""
-        if self.known is None:
+        if self.opened is None:
             return
-        path, device, inode = self.known
+        path, device, inode = self.opened
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -421,7 +421,7 @@ class Job:
     has_ended: bool = False
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     # The function that wakes the task which awaits this job, and its context.
-    wakes: "tuple[Callable[[Job], object], Context] | None" = None
+    waiter: "tuple[Callable[[Job], object], Context] | None" = None
     _claim: threading.Lock = field(default_factory=threading.Lock)
     _asyncio_future_blocking: bool = False
 
@@ -436,8 +436,8 @@ class Job:
 
     def wake(self, call_soon: Callable[..., object]) -> None:
         """Wake the task, if it awaits the job already."""
-        if self.wakes is not None:
-            wake, context = self.wakes
+        if self.waiter is not None:
+            wake, context = self.waiter
             call_soon(wake, self, context=context)
 
     def __await__(self) -> Generator["Job", None, Any]:
@@ -453,7 +453,7 @@ class Job:
         return self.loop
 
     def add_done_callback(self, wake: "Callable[[Job], object]", *, context: Context) -> None:
-        self.wakes = wake, context
+        self.waiter = wake, context
 
     def result(self) -> Any:
         if self.error is not None:
@@ -706,7 +706,7 @@ def _deliver(jobs: list[Job]) -> None:
         by_loop.setdefault(job.loop, []).append(job)
     for loop, ended in by_loop.items():
         try:
-            if len(ended) == 1 and ended[0].wakes is not None:
+            if len(ended) == 1 and ended[0].waiter is not None:
                 ended[0].wake(loop.call_soon_threadsafe)
             else:  # or the task does not await the job yet
                 loop.call_soon_threadsafe(_wake, ended)

@@ -142,7 +142,7 @@ class DatabaseKeys(HoldsSecrets):
             {key: telemetry.cipher_kind(one.name, work) for key, one in self.backends.items()}
             for work in ("encrypt", "decrypt")
         )
-        self.writer: EncryptionBackend = self.backends[writer_id]
+        self.writing: EncryptionBackend = self.backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owner_tags: Lru[int, bytes] = Lru(limit)  # by data key id
 
@@ -275,7 +275,7 @@ class TransactionKeys:
         `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
         the clock of this process may be behind the clock that measured the start.
         """
-        keyring, writer = self._database_keys.keyring, self._database_keys.writer
+        keyring, writer = self._database_keys.keyring, self._database_keys.writing
         master_id = keyring.wrapping_master_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
@@ -453,7 +453,7 @@ class TransactionKeys:
         return keys
 
     def _is_usable(self, key: DataKey) -> bool:
-        writer, keyring = self._database_keys.writer, self._database_keys.keyring
+        writer, keyring = self._database_keys.writing, self._database_keys.keyring
         return key.backend_id == writer.backend_id and key.master_id in keyring.usable_master_ids
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:

@@ -92,7 +92,7 @@ async def check(db: Database) -> Check:
     assert keyring is not None, "keys are created before data"
     return Check(
         str(data.format_version),
-        backends.writer.root_key.key_id,
+        backends.writing.root_key.key_id,
         len(keys.keyring),
         keyring.wrapping_master_id,
         db.runner.executors.has_key_database,

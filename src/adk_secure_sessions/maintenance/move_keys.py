@@ -216,7 +216,7 @@ class _Move:
         """Unwrap the keyring with the valid keys, and authenticate the features."""
         rows = [_unparked(row) for row in holder.keyring]
         backends = self._db.runner.backends
-        writer = backends.writer.root_key.key_id
+        writer = backends.writing.root_key.key_id
         self._keyring = await open_keyring(rows, backends.roots, writer, holder.existing_id)
         check_features(holder, self._keyring)
 

@@ -395,7 +395,7 @@ class DataRotationRun(RotationRun):
     async def _count_left(self) -> int:
         if self._dry_run:
             return 0
-        writer = self._db.runner.backends.writer.backend_id
+        writer = self._db.runner.backends.writing.backend_id
         left: Counter[str] = Counter()
         keyring = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)

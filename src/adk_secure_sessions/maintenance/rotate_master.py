@@ -106,7 +106,7 @@ class _MasterRotationRun(RotationRun):
     result: MasterRotation
 
     async def _check_and_count_rows(self) -> int:
-        if self._db.runner.backends.writer.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
+        if self._db.runner.backends.writing.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
         await self._db.keyring()
         return await count_rows(self._db, data_keys)
@@ -117,7 +117,7 @@ class _MasterRotationRun(RotationRun):
         It is the newest one under the root key of `backend` since the rotation began.
         After each attempt to add one, search again: another process may have been faster.
         """
-        root = self._db.runner.backends.writer.root_key
+        root = self._db.runner.backends.writing.root_key
         fresh: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey()

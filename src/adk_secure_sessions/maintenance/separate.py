@@ -187,7 +187,7 @@ async def _finish_ids(db: Database) -> None:
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
-    writer, roots = db.runner.backends.writer.root_key.key_id, db.runner.backends.roots
+    writer, roots = db.runner.backends.writing.root_key.key_id, db.runner.backends.roots
     keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.existing_id)
     check_features(survey, keyring)
     await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))

@@ -59,7 +59,7 @@ async def open_database(
     """
     if known is not None:
         return await open_existing(executors, backends, known, is_service=True)
-    root = backends.writer.root_key
+    root = backends.writing.root_key
     meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
@@ -153,7 +153,7 @@ async def _open(
     keyring = await open_keyring(
         survey.keyring,
         backends.roots,
-        backends.writer.root_key.key_id,
+        backends.writing.root_key.key_id,
         database_id,
         known,
         leaves_pending=leaves_pending,

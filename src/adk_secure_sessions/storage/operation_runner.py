@@ -473,7 +473,7 @@ class OperationRunner:
         identity, database_keys = operation.identity, opened.keys
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
         if measured := telemetry.current_operation():
-            measured.values.append((telemetry.IN_DATA_KEYS[are_cached], 1, 0.0))
+            measured.values.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
         sources = _WITH_KEY_DATABASE if self.executors.has_key_database else _KEY_SOURCES
         step = 0 if are_cached and not operation.needs_fresh_keys else 1
         may_skip_read = step == 0
@@ -670,7 +670,7 @@ class OperationRunner:
             return self._opened
 
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
-        writer_id = self.backends.writer.backend_id
+        writer_id = self.backends.writing.backend_id
         return _OpenState(
             DatabaseKeys(keyring, self.backends.by_id, writer_id, self.cache.data_keys),
             RowCache(self.cache.sessions, self.cache.events),

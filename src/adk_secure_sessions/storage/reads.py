@@ -87,7 +87,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
     ) -> tuple[SessionView, list[E]] | None:
         if self.caches:
             cached = attempt.cache.events.get(self.identity.session_tag)
-            attempt.keys.count_lookup(telemetry.IN_HISTORIES, hit=cached is not None)
+            attempt.keys.count_lookup(telemetry.EVENT_CACHE, hit=cached is not None)
             if cached is not None:
                 query, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
                 rows = await attempt.read(executors, query, first_seq=first)

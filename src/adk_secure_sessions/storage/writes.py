@@ -469,9 +469,9 @@ class AppendEvent(Write[StoredSession]):
             changes, updated = appended
             if not (yield Apply(changes)):
                 raise CacheMiss
-            attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=True)
+            attempt.keys.count_lookup(telemetry.SESSION_CACHE, hit=True)
             return updated
-        attempt.keys.count_lookup(telemetry.IN_SESSIONS, hit=False)
+        attempt.keys.count_lookup(telemetry.SESSION_CACHE, hit=False)
         rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
         # With another revision, an earlier attempt may have stored the event.
