@@ -380,9 +380,6 @@ INDEXED_SESSION = _session_variants(_INDEXED_KIND.select(indexed.c.row_id == _SE
 INDEXED_USER = _variants(
     *_APP_AND_USER, _INDEXED_KIND.select(indexed.c.row_id == index_row_of_user(_USER_ID))
 )
-EVENT_AT = _EVENT_KIND.select(
-    events.c.session_row == sa.bindparam("session_row"), events.c.seq == sa.bindparam("seq")
-)
 
 
 @functools.cache

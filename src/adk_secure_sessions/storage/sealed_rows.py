@@ -13,7 +13,6 @@ from adk_secure_sessions.formats.records import (
     EVENT_PREVIOUS,
     EVENT_REST,
     HEADER_LENGTH,
-    LINK_LENGTH,
     NO_LINK,
     Packing,
     encode_text,
@@ -394,18 +393,6 @@ def seal_events(
         rows.append(EventRow(session_row, seq, at, record))
         previous = link
     return rows
-
-
-def seal_replacement(attempt: Attempt, session: StoredSession, row: Row, event: bytes) -> bytes:
-    """Return a record of *event* that can replace the record in *row*, with the same links."""
-    seq, record = row[EVENT_SEQ], row[EVENT_RECORD]
-    with locating_errors(EVENTS.name, f"{session.row.id}, {seq}"):
-        context = records.numbered_context(
-            attempt.identity.event_parts, session.row.id, seq, row[EVENT_TIME]
-        )
-        plaintext = attempt.keys.open(attempt.identity.user_tag, context, record)
-    plaintext = plaintext[: 2 * LINK_LENGTH] + event
-    return attempt.keys.seal(attempt.identity.user_tag, context, plaintext)
 
 
 def _check_witness(

@@ -7,7 +7,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import Apply, Change, Executors, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Executors, Read, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -33,10 +33,9 @@ from adk_secure_sessions.storage.operation_runner import (
     StorageOperation,
     apply_changes,
 )
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, QueryRows, QueryVariants
+from adk_secure_sessions.storage.queries import EVENT_RECORD, QueryRows, QueryVariants
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
-    EVENTS,
     NEVER,
     NO_SNAPSHOT,
     USERS,
@@ -85,7 +84,6 @@ class NewEvent(NamedTuple):
     app_delta: JsonObject
     user_delta: JsonObject
     session_delta: JsonObject
-    replaced: Mapping[int, bytes] = {}  # of a collection: new contents of earlier items, by number
 
 
 def _witness_change(old: int, new: WitnessRow) -> Change:
@@ -454,18 +452,16 @@ class AppendEvent(Write[StoredSession]):
     the caller was cancelled while the transaction ran.
     """
 
+    audited_as = "append"
+
     expected: SessionVersion
     event: NewEvent
     on_stored: Callable[[StoredSession], None] = lambda session: None
 
-    @property
-    def audited_as(self) -> str:  # type: ignore[override]
-        return "replace" if self.event.replaced else "append"
-
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
         cached = self._cached_session(attempt)
-        if cached and (appended := self._append_to(attempt, cached)):
+        if cached and (appended := self._changes(attempt, cached)):
             changes, updated = appended
             if not (yield Apply(changes)):
                 raise CacheMiss
@@ -483,19 +479,14 @@ class AppendEvent(Write[StoredSession]):
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owners.ensure_app(app, event.app_delta)
         owners.ensure_user(user, user.app_row, event.user_delta, session.row)
-        appended = self._append_to(attempt, session)
+        appended = self._changes(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
-        if event.replaced:
-            changes += yield from self._replacements(attempt, session)
         yield from apply_changes(changes + owners.changes)
         return updated
 
     def _cached_session(self, attempt: Attempt) -> StoredSession | None:
-        event = self.event
-        if not attempt.may_skip_read:
-            return None
-        if event.app_delta or event.user_delta or event.replaced:
+        if not attempt.may_skip_read or self.event.app_delta or self.event.user_delta:
             return None
         identity = attempt.identity
         cached = attempt.cache.verified_session(identity.session_tag)
@@ -504,7 +495,7 @@ class AppendEvent(Write[StoredSession]):
         is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.state)
         return cached if is_usable else None
 
-    def _append_to(
+    def _changes(
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[Changes, StoredSession] | None:
         """Return the changes that append the event to *session*, and the updated session; None if a
@@ -550,29 +541,11 @@ class AppendEvent(Write[StoredSession]):
         attempt.call_after_commit(partial(self.on_stored, new))
         return changes, new
 
-    def _replacements(self, attempt: Attempt, session: StoredSession) -> Steps[Changes]:
-        """Return the changes that replace earlier items of a collection."""
-        rows: dict[int, Row] = {}
-        for part in sql.padded_chunks(self.event.replaced):
-            where = {"session_row": session.row.id, **sql.list_parameters(part)}
-            for row in (yield Read(sql.events_at(len(part)), where)):
-                rows[row[EVENT_SEQ]] = row
-        changes = []
-        for seq, item in self.event.replaced.items():
-            if (row := rows.get(seq)) is None:
-                raise TamperedError(
-                    "it was removed", Reason.MISSING, EVENTS.name, f"{session.row.id}, {seq}"
-                )
-            record = sealed_rows.seal_replacement(attempt, session, row, item)
-            values = {"at_session_row": session.row.id, "at_seq": seq, "event": record}
-            changes.append(Change(sql.UPDATE_EVENT, values | {"at_event": row[EVENT_RECORD]}))
-        return changes
-
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
         if self._sent_results:
-            where = {"session_row": self.expected.session_row, "seq": self.expected.revision}
-            for row in (yield Read(sql.EVENT_AT, where)):
+            where = {"session_row": self.expected.session_row, "v0": self.expected.revision}
+            for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._sent_results.get(row[EVENT_RECORD])
                 if session:
                     attempt.call_after_commit(partial(self.on_stored, session))

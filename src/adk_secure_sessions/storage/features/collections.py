@@ -1,23 +1,33 @@
 """Collections: named lists of items, in which services store artifacts and memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change, Steps
-from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
+from adk_secure_sessions.db.protocol import Change, Read, Row, Steps
+from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.formats.records import (
+    LINK_LENGTH,
+    NO_LINK,
+    encode_text,
+    new_link,
+    numbered_context,
+)
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
+    EVENTS,
     Identity,
     SessionVersion,
     StoredSession,
+    locating_errors,
     new_row_id,
     parameters,
     sessions,
@@ -25,6 +35,7 @@ from adk_secure_sessions.storage.schema import (
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import (
     AppendEvent,
+    Changes,
     CreateSession,
     DeleteSession,
     DuplicateSession,
@@ -147,17 +158,16 @@ class Collections:
     ) -> SessionVersion:
         """Append *item* if the collection is as *expected*: see `AppendEvent`.
 
-        *replaced* are new contents for earlier items, by number from 0.  A replaced item keeps its
-        number, its time and its links, so this module does not detect a replay of its old record.
-        The caller must: it stores a new random value in each replaced item and in the appended one,
-        and compares the two when it reads the items.
+        *replaced* are new contents for earlier items, by number from 0: see `ReplaceItems`.
         """
         if not set(replaced) <= set(range(expected.revision)):
             raise ValueError("only items before the expected position can be replaced")
         identity = await self._runner.identify(*address, True)
         await self._feature.ensure()
-        new = NewEvent(item, time_now(), {}, {}, {}, replaced)
-        return (await self._runner.run(AppendEvent(identity, expected, new))).id_and_revision
+        append = AppendEvent(identity, expected, NewEvent(item, time_now(), {}, {}, {}))
+        if replaced:
+            append = ReplaceItems(identity, expected, append.event, replaced=replaced)
+        return (await self._runner.run(append)).id_and_revision
 
     async def rewrite(
         self, address: Address, items: Sequence[bytes], expected: SessionVersion
@@ -181,6 +191,49 @@ class Collections:
 
 def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
     return plaintext
+
+
+@dataclass(eq=False, repr=False)
+class ReplaceItems(AppendEvent):
+    """Append an item to a collection, and replace the contents of earlier items, by number.
+
+    A replaced item keeps its number, its time and its links, so this module does not detect a
+    replay of its old record.  The caller must: it stores a new random value in each replaced item
+    and in the appended one, and compares the two when it reads the items.
+    """
+
+    audited_as = "replace"
+
+    _: KW_ONLY
+    replaced: Mapping[int, bytes]
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+        self._rows: dict[int, Row] = {}
+        for part in sql.padded_chunks(self.replaced):
+            where = {"session_row": self.expected.session_row, **sql.list_parameters(part)}
+            for row in (yield Read(sql.events_at(len(part)), where)):
+                self._rows[row[EVENT_SEQ]] = row
+        return (yield from super().steps(attempt, owners))
+
+    def _changes(
+        self, attempt: Attempt, session: StoredSession
+    ) -> tuple[Changes, StoredSession] | None:
+        if appended := super()._changes(attempt, session):
+            appended[0].extend(self._replacement(attempt, seq) for seq in self.replaced)
+        return appended
+
+    def _replacement(self, attempt: Attempt, seq: int) -> Change:
+        """Return the change that replaces item *seq*; its new record contains the same links."""
+        session_row, tag = self.expected.session_row, attempt.identity.user_tag
+        with locating_errors(EVENTS.name, f"{session_row}, {seq}"):
+            if (row := self._rows.get(seq)) is None:
+                raise TamperedError("it was removed", Reason.MISSING)
+            old, parts = row[EVENT_RECORD], attempt.identity.event_parts
+            context = numbered_context(parts, session_row, seq, row[EVENT_TIME])
+            links = attempt.keys.open(tag, context, old)[: 2 * LINK_LENGTH]
+        new = attempt.keys.seal(tag, context, links + self.replaced[seq])
+        values = {"at_session_row": session_row, "at_seq": seq, "at_event": old, "event": new}
+        return Change(sql.UPDATE_EVENT, values)
 
 
 @dataclass(eq=False, repr=False)
