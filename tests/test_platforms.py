@@ -24,7 +24,7 @@ from adk_secure_sessions.cli import main
 from adk_secure_sessions.cli.output import private_file
 from adk_secure_sessions.db.sqlite import file_uri
 from adk_secure_sessions.integrations import adk
-from adk_secure_sessions.integrations.object_store import ArtifactStore
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.migration.adk_target import create_private_file
 from tests.pages import ROOT
 

@@ -40,9 +40,9 @@ from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.keys.vault import VaultKey
 
 if TYPE_CHECKING:
+    from adk_secure_sessions.integrations.artifact_store import ArtifactStore
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
-    from adk_secure_sessions.integrations.object_store import ArtifactStore
     from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
     from adk_secure_sessions.listings import EventPage, SessionPage
     from adk_secure_sessions.service import (
@@ -98,7 +98,7 @@ __all__ = [
 # These names are imported on first use, because they import google-adk.  Importing google-adk takes
 # seconds, and the command line does not need it.
 _MODULES = {
-    "ArtifactStore": "integrations.object_store",
+    "ArtifactStore": "integrations.artifact_store",
     "EncryptedArtifactService": "integrations.artifacts",
     "EncryptedMemoryService": "integrations.memory",
     "EncryptedSessionWrapper": "integrations.wrapper",

@@ -13,9 +13,9 @@ import pytest
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_store import BlobStore
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.benchmarks.comparison import SECONDS
 from tests.benchmarks.harness import Operation, interleave
 from tests.benchmarks.plan import BLOB_GOALS, BLOB_OVERHEAD, BLOB_STORES, BLOBS

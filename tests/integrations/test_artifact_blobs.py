@@ -18,10 +18,10 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     TamperedError,
 )
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, erase_user, retire, separate, verify
 from tests.clocks import shifted
 from tests.integrations import s3

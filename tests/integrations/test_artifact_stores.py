@@ -9,9 +9,9 @@ import pytest
 from google.genai import types
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, erase_user, retire, rotate_data, verify
 from tests.integrations.object_server import Failure, ObjectServer
 

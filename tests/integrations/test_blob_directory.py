@@ -10,8 +10,8 @@ import pytest
 
 from adk_secure_sessions import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.integrations import blob_directory
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.blob_store import BlobStore
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 
 PREFIX = "0ada57141459e0f9"
 NAME, OTHER = "0" * 32, "1" * 32

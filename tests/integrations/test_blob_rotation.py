@@ -21,11 +21,11 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import read_event
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.artifact_versions import versions_of
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
 from adk_secure_sessions.storage.features.collections import Collection
 from adk_secure_sessions.storage.schema import SessionVersion

@@ -21,9 +21,9 @@ import pytest
 from adk_secure_sessions import ArtifactStoreError, ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations import blob_store
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
 from adk_secure_sessions.integrations.blob_store import BlobStore, StoredBlob
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.integrations import s3
 from tests.integrations.object_server import (
     ACCESS_KEY,
@@ -419,7 +419,7 @@ async def test_store_works_in_another_event_loop(store: BlobStore) -> None:
 
 FORK = """
 import asyncio, os, sys
-from adk_secure_sessions.integrations.object_store import ArtifactStore
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 store = ArtifactStore(sys.argv[1]).blobs("p")
 async def use():
     return await store.size("0" * 32)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.blob_store import BlobStore
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from tests.integrations import real_stores, test_artifact_stores, test_object_store
 from tests.integrations.object_server import ObjectServer
 from tests.integrations.test_artifact_stores import sessions  # noqa: F401 - a fixture

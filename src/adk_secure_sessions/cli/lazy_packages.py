@@ -18,7 +18,7 @@ class _LazyPackage:
 if TYPE_CHECKING:
     from adk_secure_sessions import maintenance as maintenance
     from adk_secure_sessions import migration as migration
-    from adk_secure_sessions.integrations.object_store import ArtifactStore as ArtifactStore
+    from adk_secure_sessions.integrations.artifact_store import ArtifactStore as ArtifactStore
     from adk_secure_sessions.maintenance import Database as Database
 else:
     ArtifactStore = Database = Any  # for annotations

@@ -65,7 +65,7 @@ def artifacts(
     """
     from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
     from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
-    from adk_secure_sessions.integrations.object_store import directory_of
+    from adk_secure_sessions.integrations.artifact_store import directory_of
     from adk_secure_sessions.maintenance.database import Description
 
     with runner_for(db, resume_hint=None if action == "compare" else AGAIN) as call:

@@ -252,7 +252,7 @@ def _open_store(
     allow_http = context.params.pop("allow_http")  # it is parsed first, because it is eager
     if store is None or context.resilient_parsing:
         return None
-    from adk_secure_sessions.integrations import object_store
+    from adk_secure_sessions.integrations import artifact_store
 
     with one_line_errors():
-        return object_store.ArtifactStore(store, allow_http=allow_http)
+        return artifact_store.ArtifactStore(store, allow_http=allow_http)

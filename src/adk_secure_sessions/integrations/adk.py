@@ -29,9 +29,9 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
 from adk_secure_sessions.hiding import hides_locals
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.service import EncryptedSessionService
 
 PREFIX = "encrypted+"
@@ -261,7 +261,7 @@ def register() -> None:
 
 # --- One service for each database ----------------------------------------------------------------
 
-_services: dict[tuple[object, ...], EncryptedSessionService] = {}
+_services: dict[ServiceUri, EncryptedSessionService] = {}
 _lock = ThreadLock()
 
 
@@ -305,5 +305,5 @@ def _close_on_sigterm() -> None:
 async def _close_files() -> None:
     """Close the services of SQLite databases: a server notices when the process ends."""
     for key, service in list(_services.items()):
-        if str(key[0]).startswith("sqlite"):
+        if key.db_url.startswith("sqlite"):
             await service.close()

@@ -23,6 +23,7 @@ from adk_secure_sessions.integrations.artifact_sources import (
     SourceArtifact,
     SourceVersion,
 )
+from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
     VersionExists,
@@ -30,7 +31,6 @@ from adk_secure_sessions.integrations.artifact_versions import (
     collection_name,
     versions_of,
 )
-from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, init
 from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import DigestSet
@@ -120,7 +120,7 @@ async def migrate_artifacts(
             "the artifacts of a service are not erased here, because versions that were saved "
             "meanwhile would be deleted, too: compare, and then delete them with the service"
         )
-    store = as_artifact_store(store)
+    store = as_store(store)
     if action != "copy":
         store.prepare(create=False)
     elif not dry_run:

@@ -21,8 +21,8 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.blobs import MAX_SIZE
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
+from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.blob_store import BLOB_ID, Blob
-from adk_secure_sessions.integrations.object_store import ArtifactStore
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events
 

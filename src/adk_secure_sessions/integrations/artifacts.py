@@ -24,6 +24,7 @@ from adk_secure_sessions.formats.events import dumped, encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
+from adk_secure_sessions.integrations.artifact_store import AnyStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import (
     USER_PREFIX,
     Address,
@@ -35,7 +36,6 @@ from adk_secure_sessions.integrations.artifact_versions import (
     versions_of,
 )
 from adk_secure_sessions.integrations.blob_store import Blob
-from adk_secure_sessions.integrations.object_store import AnyStore, as_artifact_store
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         """
         self._collections = session_service.collections
         self._recording = session_service._recording
-        self._store = as_artifact_store(store)
+        self._store = as_store(store)
         self._store.prepare(create=True)
 
     @property

@@ -15,9 +15,9 @@ from datetime import timedelta
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
+from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import Version, scope_and_name, versions_of
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
-from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems, reject_orphans
 from adk_secure_sessions.maintenance.row_scan import SessionIds, scan_sessions
@@ -102,7 +102,7 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
         ConfigurationError: The store or the database cannot be used.
         ArtifactStoreError: The store failed.
     """
-    store = as_artifact_store(store)
+    store = as_store(store)
     blobs = await blobs_of_database(db, store)
     stored = await blobs.stored_blobs()
     marks = await blobs.marks()  # before the rows: a row is deleted before its blob is marked
@@ -189,7 +189,7 @@ async def purge_blobs(
     """
     if older_than < _MIN_AGE:
         raise ConfigurationError("only blobs older than 48 hours can be deleted")
-    blobs = await blobs_of_database(db, as_artifact_store(store))
+    blobs = await blobs_of_database(db, as_store(store))
     # Read the store before the rows: a blob whose row is added in the meantime is kept, and the
     # mark of a blob whose row is deleted in the meantime is not withdrawn.
     stored = await blobs.stored_blobs()

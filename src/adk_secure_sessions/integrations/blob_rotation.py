@@ -13,6 +13,7 @@ case, no row names the other blob, and `purge blobs` marks it.
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, TamperedError
+from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import (
     Version,
     reencrypted_item,
@@ -25,7 +26,6 @@ from adk_secure_sessions.integrations.blob_maintenance import (
     storage_error,
 )
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
-from adk_secure_sessions.integrations.object_store import AnyStore, ArtifactStore, as_artifact_store
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.counts import count_items
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
@@ -63,7 +63,7 @@ async def rotate_data_and_blobs(
         ArtifactStoreError: The store failed.  The next run continues.
         SecureSessionError: See `rotate_data`.
     """
-    store = as_artifact_store(store)
+    store = as_store(store)
     blobs = await blobs_of_database(db, store)
     run = _BlobRotationRun(db, blobs, store, dry_run=dry_run)
     await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class LeakSource(NamedTuple):
+class Place(NamedTuple):
     """How to prevent google-adk from writing to a place, and what shows that it does."""
 
     remedy: str  # Markdown
@@ -49,18 +49,18 @@ PLAINTEXT_KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "pl
 CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
 EXPORTER = "telemetry-exporter"
 _REMOVE = "Remove the plugin."
-PLACES: Mapping[str, LeakSource] = {
-    "span-content": LeakSource(f"`{CAPTURE_IN_SPANS}=false`"),
-    "genai-content": LeakSource(
+PLACES: Mapping[str, Place] = {
+    "span-content": Place(f"`{CAPTURE_IN_SPANS}=false`"),
+    "genai-content": Place(
         "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
         "`ADK_TELEMETRY_IGNORE_RUN_CONFIG=true`, so that google-adk ignores "
         "`capture_message_content` of a `RunConfig`.",
         ("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT",),
     ),
-    "mcp-bodies": LeakSource(
+    "mcp-bodies": Place(
         "Do not set `ADK_CAPTURE_MCP_HTTP_BODIES`.", ("ADK_CAPTURE_MCP_HTTP_BODIES",)
     ),
-    EXPORTER: LeakSource(
+    EXPORTER: Place(
         "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
         "`--otel_to_cloud` or `--trace_to_cloud`.",
         (
@@ -73,42 +73,42 @@ PLACES: Mapping[str, LeakSource] = {
             "GOOGLE_CLOUD_AGENT_ENGINE_ENABLE_TELEMETRY",
         ),
     ),
-    "auto-tracing-plugin": LeakSource(_REMOVE, plugin="AutoTracingPlugin"),
-    "saved-session": LeakSource(
+    "auto-tracing-plugin": Place(_REMOVE, plugin="AutoTracingPlugin"),
+    "saved-session": Place(
         "Do not use `adk run --save_session`; delete the files.", files=("*.session.json",)
     ),
-    "local-services": LeakSource(
+    "local-services": Place(
         "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
         files=(".adk/session.db", ".adk/artifacts/**/*"),
     ),
-    "service-uris": LeakSource(
+    "service-uris": Place(
         "`adk-secure-sessions adk web --service_uri encrypted+...`, or the environment variable "
         "`ADK_SECURE_SESSIONS_URI`."
     ),
-    "eval-sets": LeakSource(
+    "eval-sets": Place(
         "Do not add sessions to evaluation sets, or use `InMemoryEvalSetsManager` in your own "
         "code; delete the files.",
         files=("*.evalset.json",),
     ),
-    "eval-results": LeakSource(
+    "eval-results": Place(
         "Evaluate with invented data only; delete the files.", files=(".adk/eval_history/*.json",)
     ),
-    "test-files": LeakSource(
+    "test-files": Place(
         "Do not save sessions as tests: run `adk api_server` instead of `adk web`; delete the "
         "files.",
         files=("tests/*.json",),
         contains=b'"events"',
     ),
-    "recordings": LeakSource(
+    "recordings": Place(
         "Do not load the plugin with `--extra_plugins`; delete the files.",
         plugin="RecordingsPlugin",
         files=("**/generated-recordings*.yaml",),
     ),
-    "debug-logging-plugin": LeakSource(
+    "debug-logging-plugin": Place(
         f"{_REMOVE} Delete the file.", plugin="DebugLoggingPlugin", files=("adk_debug.yaml",)
     ),
-    "logging-plugin": LeakSource(_REMOVE, plugin="LoggingPlugin"),
-    "bigquery-plugin": LeakSource(
+    "logging-plugin": Place(_REMOVE, plugin="LoggingPlugin"),
+    "bigquery-plugin": Place(
         _REMOVE,
         plugin="BigQueryAgentAnalyticsPlugin",
         files=("plugins.yaml",),

@@ -131,7 +131,7 @@ class ArtifactStore(HoldsSecrets):
 AnyStore: TypeAlias = "str | os.PathLike[str] | ObjectStore | ArtifactStore"
 
 
-def as_artifact_store(store: AnyStore) -> ArtifactStore:
+def as_store(store: AnyStore) -> ArtifactStore:
     return store if isinstance(store, ArtifactStore) else ArtifactStore(store)
 
 
