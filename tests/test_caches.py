@@ -11,7 +11,7 @@ from google.adk.events import Event, EventActions
 from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService, TamperedError
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.maintenance import Database, rotate_data
-from adk_secure_sessions.storage.writes import EnsureOwners
+from adk_secure_sessions.storage.key_operations import EnsureOwners
 from tests.faults import Point, with_faults
 from tests.sqlite_files import execute
 

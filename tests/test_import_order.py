@@ -105,6 +105,7 @@ SURFACE = {
     "features.imports",
     "features.index_rows",
     "features.search_index",
+    "key_operations",
     "meta",
     "opening",
     "operation_runner",

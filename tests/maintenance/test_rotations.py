@@ -35,9 +35,9 @@ from adk_secure_sessions.maintenance import (
     status,
 )
 from adk_secure_sessions.maintenance.problems import Problems
+from adk_secure_sessions.storage.key_operations import RenewKey
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import metadata, users
-from adk_secure_sessions.storage.writes import RenewKey
 from tests.faults import Point, lost, with_faults
 from tests.maintenance.support import (
     APP,

@@ -55,7 +55,7 @@ from adk_secure_sessions.service import (
     recording,
     reject_unknown_methods,
 )
-from adk_secure_sessions.storage import reads, writes
+from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.operation_runner import OperationRunner
@@ -379,7 +379,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         keys = await self._runner.database_keys()
         await self._feature.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
-        staged = await self._runner.run(writes.EnsureOwners(identity))
+        staged = await self._runner.run(key_operations.EnsureOwners(identity))
         return _SessionCipher(staged, True, keys.keyring.index_master, identity)
 
     async def _read(
@@ -394,7 +394,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         async def use(keys: TransactionKeys, is_current: bool) -> T:
             return await work(_SessionCipher(keys, is_current, master, identity))
 
-        return await self._runner.run(reads.UseKeys(identity, use))
+        return await self._runner.run(key_operations.UseKeys(identity, use))
 
 
 reject_unknown_methods(EncryptedSessionWrapper, BaseSessionService)

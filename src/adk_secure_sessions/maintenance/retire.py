@@ -28,7 +28,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     scan_sessions_of_user,
 )
 from adk_secure_sessions.results import Result, counted, counter, listing
-from adk_secure_sessions.storage import clusters, reads
+from adk_secure_sessions.storage import clusters, key_operations
 from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
@@ -242,7 +242,7 @@ async def _retire_data_keys(
 
 async def _decrypt_owner(
     db: Database, owner_tag: bytes, rows: list[DataKeyRow], throttle: Meter
-) -> tuple[tuple[int, ...], reads.HeaderCounts] | None:
+) -> tuple[tuple[int, ...], key_operations.HeaderCounts] | None:
     """Decrypt all records of the owner, or raise one of `ROW_ERRORS`; return None if it is gone.
 
     Return the ids of the data keys that its row names, and the number of records by header.
@@ -261,16 +261,16 @@ async def _decrypt_owner(
                 ids, is_collection = session.require_ids(), session.row.is_collection
                 identity = await db.runner.identify(*ids, is_collection)
                 # Only check that each event can be decrypted.
-                check: reads.CheckSession[None] = reads.CheckSession(identity, lambda *_: None)
-                await db.runner.run(check)
-                of_session = check.count_headers()
-                headers += of_session
-                await throttle.advance(of_session.total())
+                check = key_operations.CheckSession(identity, lambda *_: None)
+                if session_check := await db.runner.run(check):
+                    of_session = session_check.count_headers()
+                    headers += of_session
+                    await throttle.advance(of_session.total())
     return checked.key_ids, headers
 
 
 def _select_unused(
-    rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: reads.HeaderCounts | None
+    rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: key_operations.HeaderCounts | None
 ) -> _KeyDecision[DataKeyRow]:
     """Divide an owner's replaced data keys into kept and unused.
 
@@ -315,7 +315,7 @@ def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:
 
 def _count_headers(
     owner_tag: bytes, user: int | None, connection: sa.Connection
-) -> reads.HeaderCounts:
+) -> key_operations.HeaderCounts:
     """Count the records of an owner by table and header; *user* is the row id of a user."""
     c = sessions.c
     of_user = c.user_row == user
@@ -333,7 +333,7 @@ def _count_headers(
             (snapshots.c.state, snapshots.c.session_row.in_(ids)),
             (events.c.event, events.c.session_row.in_(ids)),
         ]
-    counts: reads.HeaderCounts = Counter()
+    counts: key_operations.HeaderCounts = Counter()
     for column, where in columns:
         header = header_column(column)
         query = sa.select(header, sa.func.count()).where(where).group_by(header)

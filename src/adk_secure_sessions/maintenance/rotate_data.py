@@ -36,7 +36,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     scan_sessions_of_user,
 )
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import meta, writes
+from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.pages import Span, grouped, pages
 from adk_secure_sessions.storage.schema import (
     SEALED,
@@ -309,17 +309,18 @@ class DataRotationRun(RotationRun):
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
         identity = await self._db.runner.identify(app_name)
-        renewal = writes.RenewKey(
-            identity._replace(user_tag=tag) if of_user else identity,
-            self.result.since,
-            of_user=of_user,
+        renewed = await self._db.runner.run(
+            key_operations.RenewKey(
+                identity._replace(user_tag=tag) if of_user else identity,
+                self.result.since,
+                of_user=of_user,
+            )
         )
-        exists = await self._db.runner.run(renewal)
-        self.result.keys += renewal.created
-        self.result.reencrypted += 2 * renewal.changed  # the owner's row and its version witness
-        if not exists and renewal.stored_keys:
+        self.result.keys += renewed.created
+        self.result.reencrypted += 2 * renewed.changed  # the owner's row and its version witness
+        if renewed.orphaned:
             # The owner was erased after the key was stored in the key database: delete the key.
-            query = sa.delete(data_keys).where(data_keys.c.id.in_(renewal.stored_keys))
+            query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned))
             await self._db.runner.run_on_keys(lambda connection: connection.execute(query).close())
 
     def _new_ids(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:

@@ -11,12 +11,11 @@ from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, requ
 from adk_secure_sessions.keys.data_keys import DataKeyRow, TransactionKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
-from adk_secure_sessions.storage import reads
+from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
     SEALED,
-    Owner,
     SessionRow,
     UserRow,
     apps,
@@ -120,32 +119,28 @@ _OWNERS = {
 
 async def read_owner(
     db: Database, table: sa.Table, row: OwnerRow
-) -> tuple[str, Owner, reads.HeaderCounts] | None:
-    """Decrypt the app or user in *row*, and its version witness; return None if it was deleted.
-
-    Return the app's name, the owner, and the number of both records by header.
-    """
+) -> key_operations.CheckedOwner | None:
+    """Decrypt the app or user in *row*, and its version witness; return None if it was deleted."""
     of_user = table is users
     with locating_errors(table.name, row.id):
         app_name, tag = app_name_of(row.app_name), require_bytes(row.tag)
         identity = await db.runner.identify(app_name)
         if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)
-    check = reads.CheckOwner(
-        identity._replace(user_tag=tag) if of_user else identity, of_user=of_user
+    checked = await db.runner.run(
+        key_operations.CheckOwner(
+            identity._replace(user_tag=tag) if of_user else identity, of_user=of_user
+        )
     )
-    owner = await db.runner.run(check)
-    if owner is None:
+    if checked is None:
         return None
-    if of_user and (await db.runner.identify(app_name, owner.user_id)).user_tag != tag:
+    if of_user and (await db.runner.identify(app_name, checked.owner.user_id)).user_tag != tag:
         detail = "its tag belongs to another user"
         raise TamperedError(detail, Reason.WRONG_OWNER, table.name, row.id)
-    return app_name, owner, check.header_counts
+    return checked
 
 
-async def read_owner_with_tag(
-    db: Database, tag: bytes
-) -> tuple[str, Owner, reads.HeaderCounts] | None:
+async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.CheckedOwner | None:
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
     for table, query in _OWNERS.items():
         for row in await rows_where(db.runner.read, query, table.c.tag, [tag]):

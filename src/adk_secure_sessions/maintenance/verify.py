@@ -33,7 +33,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     scan_sessions,
 )
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import meta, reads
+from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.features.imports import ImportMacs
 from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
 from adk_secure_sessions.storage.features.search_index import CheckIndexed
@@ -271,10 +271,10 @@ class _Verifier:
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
-            check = reads.CheckSession(identity, parse, checks_owners=False)
+            check = key_operations.CheckSession(identity, parse, checks_owners=False)
             checked = await self._db.runner.run(check)
             if checked is not None:  # None: the session was deleted after its ids were read
-                session, history = checked[0].session, checked[1]
+                session, history, _ = checked
                 with locating_errors(snapshots.name, session.row.id):
                     load_state(b"{}" if session.snapshot is None else session.snapshot)
                 with locating_errors(sessions.name, session.row.id):

@@ -31,7 +31,7 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.storage import reads
+from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.pages import grouped, rows_where
 from adk_secure_sessions.storage.queries import first_rows
@@ -188,11 +188,10 @@ async def session_content(
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.runner.identify(app_name, user_id, session_id)
-    operation = reads.CheckSession(identity, _check_event)
-    loaded = await db.runner.run(operation)
+    loaded = await db.runner.run(key_operations.CheckSession(identity, _check_event))
     if loaded is None:
         return None
-    stored = loaded[0].session
+    stored = loaded.session
     with locating_errors(snapshots.name, stored.row.id):
         snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
     with locating_errors(sessions.name, stored.row.id):
@@ -202,7 +201,7 @@ async def session_content(
         except ValueError:  # together they are larger than one record
             reason = Reason.MALFORMED
             raise DecryptionError(f"its state exceeds a limit: {SEE_LIMITS}", reason) from None
-    history = [SourceEvent(*pair) for pair in zip(loaded[1], operation.times, strict=True)]
+    history = [SourceEvent(*pair) for pair in zip(loaded.events, loaded.times, strict=True)]
     expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
     return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
 
@@ -211,8 +210,8 @@ async def owner_state(db: Database, app_name: str, user_id: str | None = None) -
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
     identity = await db.runner.identify(app_name, user_id or "")
-    owner = await db.runner.run(reads.CheckOwner(identity, of_user=of_user))
-    return owner.state if owner else b"{}"
+    checked = await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
+    return checked.owner.state if checked else b"{}"
 
 
 def safe_reason(error: Exception) -> str:

@@ -1,43 +1,27 @@
-"""The read operations: get a session with events, list sessions, get a user's state, check rows."""
+"""The read operations: get a session with events, list sessions and events, get states."""
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Executors, Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
-from adk_secure_sessions.formats.records import HEADER_LENGTH, NO_LINK
-from adk_secure_sessions.keys.data_keys import TransactionKeys
+from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     CachedEvents,
-    KeySource,
-    RowCache,
     StorageOperation,
     read_data_keys,
     size_of_event,
 )
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
-from adk_secure_sessions.storage.schema import (
-    APPS,
-    EVENTS,
-    SESSIONS,
-    SNAPSHOTS,
-    USERS,
-    WITNESSES,
-    Identity,
-    Owner,
-    SealedColumn,
-    SessionView,
-    StoredSession,
-)
+from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, QueryRows
+from adk_secure_sessions.storage.schema import SESSIONS, Identity, Owner, SessionView, StoredSession
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -95,13 +79,10 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
                     attempt.cache.events.drop(self.identity.session_tag)
-        return await self._open(attempt, await self._read_session(attempt, executors))
-
-    def _read_session(self, attempt: Attempt, executors: Executors) -> Awaitable[QueryRows]:
         query = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
             query = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
-        return attempt.read(executors, query, limit=self.limit or 0)
+        return await self._open(attempt, await attempt.read(executors, query, limit=self.limit))
 
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: CachedEvents | None = None
@@ -520,100 +501,3 @@ class GetStates(StorageOperation[tuple[bytes, bytes]]):
         app = sealed_rows.open_app(attempt, rows)
         user = sealed_rows.open_user(attempt, rows)
         return app.state if app else b"{}", user.state if user else b"{}"
-
-
-@dataclass(eq=False, repr=False)
-class UseKeys(StorageOperation[E]):
-    """Decrypt records that are stored outside this database, with data keys of this database.
-
-    Call *work* with the data keys of the app and the user, and whether they were just read.  If
-    *work* raises UnknownKeyError with cached keys, read the keys and call it again.
-    """
-
-    work: Callable[[TransactionKeys, bool], Awaitable[E]]
-
-    async def execute(self, attempt: Attempt, executors: Executors) -> E:
-        is_current = attempt.key_source is not KeySource.CACHE
-        if is_current:
-            rows = await attempt.read(executors, sql.OWNERS)
-            sealed_rows.open_app(attempt, rows)
-            sealed_rows.open_user(attempt, rows)
-        return await self.work(attempt.keys, is_current)
-
-
-# The number of records by table and record header.  The header names the backend and the data key.
-HeaderCounts = Counter[tuple[str, bytes]]
-
-
-def _count_headers(*records: tuple[SealedColumn[Any], bytes]) -> HeaderCounts:
-    return Counter((column.name, record[:HEADER_LENGTH]) for column, record in records)
-
-
-@dataclass(eq=False, repr=False)
-class CheckOwner(StorageOperation[Owner | None]):
-    """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
-
-    `verify` must detect a data key that was tampered with after the row was cached.  *identity*
-    needs only the app and the tag of the owner.  *header_counts* counts the decrypted records.
-    """
-
-    needs_fresh_keys = True
-
-    of_user: bool = False
-    header_counts: HeaderCounts = field(init=False)
-
-    async def execute(self, attempt: Attempt, executors: Executors) -> Owner | None:
-        rows = await attempt.read(executors, sql.OWNERS)
-        row = rows.user if self.of_user else rows.app
-        owner = sealed_rows.open_owner_uncached(attempt, rows, of_user=self.of_user)
-        self.header_counts = Counter()
-        if owner and row:
-            column = USERS if self.of_user else APPS
-            seal = rows.witnesses[owner.row.tag].seal
-            self.header_counts = _count_headers((column, row.state), (WITNESSES, seal))
-        return owner
-
-
-@dataclass(eq=False, repr=False)
-class CheckSession(GetSession[E]):
-    """Decrypt a session with all its events without the row cache: see `CheckOwner`.
-
-    If *checks_owners* is False, the rows of the app and the user are not decrypted: `verify` has
-    decrypted the ids in *identity* from the rows of the session and its user.
-    """
-
-    finds_expired: bool = True
-    checks_owners: bool = True
-    rows: QueryRows = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.needs_fresh_keys: bool = self.checks_owners
-
-    async def execute(
-        self, attempt: Attempt, executors: Executors
-    ) -> tuple[SessionView, list[E]] | None:
-        self.rows = rows = await self._read_session(attempt, executors)
-        attempt = attempt._replace(cache=RowCache(0))
-        if self.checks_owners:
-            return await self._open(attempt, rows)
-        # Decrypting the session authenticates the user id, and the row id of its user.
-        user = rows.user and Owner(rows.user, self.identity.user_id, b"{}")
-        session = sealed_rows.open_session(attempt, rows, user)
-        if session is None:
-            return None
-        view = SessionView(session, self.identity.user_id, b"{}", b"{}")
-        return view, await self.decoded_events(attempt, rows, session)
-
-    @property
-    def times(self) -> list[int]:
-        """The times of the events, in microseconds since 1970, UTC."""
-        return [row[EVENT_TIME] for row in self.rows.events]
-
-    def count_headers(self) -> HeaderCounts:
-        """Count the decrypted records of the session."""
-        return _count_headers(
-            *((SESSIONS, row.state) for row in self.rows.sessions),
-            *((WITNESSES, self.rows.witnesses[row.tag].seal) for row in self.rows.sessions),
-            *((SNAPSHOTS, snapshot.state) for snapshot in self.rows.snapshots.values()),
-            *((EVENTS, event[EVENT_RECORD]) for event in self.rows.events),
-        )

@@ -14,14 +14,12 @@ from adk_secure_sessions.formats.records import (
     EVENT_REST,
     HEADER_LENGTH,
     NO_LINK,
-    Packing,
     encode_text,
     open_with_flags,
-    packing_of,
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow, KeySource, RowCache
+from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow, KeySource
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
@@ -76,7 +74,7 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     return user
 
 
-def _column_of(row: AppRow | UserRow) -> SealedColumn[Any]:
+def column_of(row: AppRow | UserRow) -> SealedColumn[Any]:
     return USERS if isinstance(row, UserRow) else APPS
 
 
@@ -89,7 +87,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     if cached and cached.value.row == row and witness and cached.witness == witness:
         owner = cached.value
     else:
-        column, user_id = _column_of(row), ""
+        column, user_id = column_of(row), ""
         with locating_errors(column.name, row.id):
             context = column.context((attempt.identity.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
@@ -103,17 +101,6 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     if attempt.after_commit is not None or attempt.key_source is not KeySource.CACHE:
         attempt.keys.choose_current(row.tag, owner.key_ids)  # a write, or new keys for the cache
     return owner
-
-
-def open_owner_uncached(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
-    """Return the app, or a user of any id, decrypted without the row cache; None if not stored.
-
-    The data key may have been deleted or tampered with since the row was cached.
-    """
-    attempt = attempt._replace(cache=RowCache(0))
-    if of_user:
-        return rows.user and open_owner(attempt, rows, rows.user)
-    return open_app(attempt, rows)
 
 
 def require_app(app: Owner | None, user: Owner) -> Owner:
@@ -325,15 +312,7 @@ def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
     if owner.is_user:
         plaintext = with_id(owner.user_id, plaintext)
     row = owner.row
-    return owner._replace(row=_seal(attempt, row.tag, _column_of(row), row, plaintext))
-
-
-def packing_of_owner(attempt: Attempt, owner: Owner) -> Packing:
-    """Return how the record in the row of *owner* is compressed and padded."""
-    row = owner.row
-    context = _column_of(row).context(attempt.identity.ids, row)
-    plaintext = attempt.keys.open_with_flags(row.tag, context, row.state, records.keep_packed)
-    return packing_of(plaintext)
+    return owner._replace(row=_seal(attempt, row.tag, column_of(row), row, plaintext))
 
 
 def seal_witness(

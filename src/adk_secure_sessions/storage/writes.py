@@ -1,4 +1,4 @@
-"""The write operations: create a session, append an event, delete a session, renew a data key.
+"""The write operations: create a session, append an event, delete a session.
 
 Each operation has a generator `steps`, which yields requests to the database (`db.protocol`).  The
 generator reads rows, decrypts them, and then yields all changes in one request.  Therefore a row
@@ -7,7 +7,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -20,7 +20,6 @@ from adk_secure_sessions.db.protocol import Apply, Change, Executors, Read, Step
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
-from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
@@ -604,73 +603,6 @@ def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     if session.row.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes + index_rows.removal_changes(attempt, session.row.id)
-
-
-@dataclass(eq=False, repr=False)
-class RenewKey(Write[bool]):
-    """Ensure that an owner's row names exactly one data key, created at *not_before* or later
-    (microseconds UTC); create the key if there is none that new.  The owner is the app, or the user
-    with the user tag of *identity* (*of_user*).  Return whether the owner's row exists.
-
-    *created* is whether a data key was created.  *changed* is whether the owner's row and version
-    witness were changed; both are then encrypted with the data key that encrypts new records.
-    """
-
-    audited_as = "data key"
-    needs_fresh_keys = True
-
-    not_before: int
-    of_user: bool
-    created: bool = field(default=False, init=False)
-    changed: bool = field(default=False, init=False)
-    stored_keys: Collection[int] = field(default=(), init=False)
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool]:
-        self.created = self.changed = False
-        self.stored_keys = attempt.keys.key_ids_of_earlier_attempts
-        rows = yield from read_rows(attempt, sql.OWNERS)
-        row = rows.user if self.of_user else rows.app
-        if row is None:
-            return False
-        owner = sealed_rows.open_owner_uncached(attempt, rows, of_user=self.of_user)
-        assert owner is not None
-        # A rotation does not have the options of the services, so it packs the row as it was.
-        attempt.keys.packing = sealed_rows.packing_of_owner(attempt, owner)
-        self.changed = owners.renew_key(owner, self.not_before)
-        self.created = self.changed and bool(attempt.keys.new_rows or self.stored_keys)
-        if self.changed:
-            yield from apply_changes(owners.changes)
-        return True
-
-
-class EnsureOwners(Write[TransactionKeys]):
-    """Store the rows and the data keys of the app and the user of *identity*, if they are missing.
-
-    Return their data keys.  Use them at once: a data key that was erased or rotated meanwhile must
-    not encrypt new records.
-    """
-
-    audited_as = "owners"
-
-    async def execute(self, attempt: Attempt, executors: Executors) -> TransactionKeys:
-        rows = await attempt.read(executors, sql.OWNERS)
-        app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
-        if app and user and user.app_row == app.row.id:
-            keys = attempt.keys
-            if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
-                attempt.run_after_commit()
-                return keys
-        return await super().execute(attempt, executors)
-
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[TransactionKeys]:
-        rows = yield from read_rows(attempt, sql.OWNERS)
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows)
-        app = owners.ensure_app(app, {}, needs_key=True)
-        owners.ensure_user(user, app.row.id, {}, None)
-        if owners.changes:
-            yield from apply_changes(owners.changes)
-        return attempt.keys
 
 
 def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Change:

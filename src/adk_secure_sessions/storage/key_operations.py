@@ -1,0 +1,228 @@
+"""Operations on the data keys of an owner, which no service runs: they are for commands, and for
+records that are stored outside this database.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from adk_secure_sessions.db.protocol import Executors, Steps
+from adk_secure_sessions.formats.records import HEADER_LENGTH, keep_packed, packing_of
+from adk_secure_sessions.keys.data_keys import TransactionKeys
+from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage import sealed_rows
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    KeySource,
+    RowCache,
+    StorageOperation,
+    apply_changes,
+)
+from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_TIME, QueryRows
+from adk_secure_sessions.storage.reads import GetSession
+from adk_secure_sessions.storage.schema import (
+    EVENTS,
+    SESSIONS,
+    SNAPSHOTS,
+    WITNESSES,
+    Owner,
+    SealedColumn,
+    StoredSession,
+)
+from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
+
+E = TypeVar("E")
+T = TypeVar("T")
+
+# The number of records by table and record header.  The header names the backend and the data key.
+HeaderCounts = Counter[tuple[str, bytes]]
+
+
+def _count_headers(*records: tuple[SealedColumn[Any], bytes]) -> HeaderCounts:
+    return Counter((column.name, record[:HEADER_LENGTH]) for column, record in records)
+
+
+class CheckedOwner(NamedTuple):
+    """A decrypted app or user; *headers* counts the record in its row, and its version witness."""
+
+    app_name: str
+    owner: Owner
+    headers: HeaderCounts
+
+
+@dataclass(eq=False, repr=False)
+class CheckOwner(StorageOperation[CheckedOwner | None]):
+    """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
+
+    `verify` must detect a data key that was tampered with after the row was cached.  *identity*
+    needs only the app and the tag of the owner.
+    """
+
+    needs_fresh_keys = True
+
+    of_user: bool = False
+
+    async def execute(self, attempt: Attempt, executors: Executors) -> CheckedOwner | None:
+        rows = await attempt.read(executors, sql.OWNERS)
+        owner = _open_owner(attempt, rows, of_user=self.of_user)
+        if owner is None:
+            return None
+        row, seal = owner.row, rows.witnesses[owner.row.tag].seal
+        headers = _count_headers((sealed_rows.column_of(row), row.state), (WITNESSES, seal))
+        return CheckedOwner(attempt.identity.app_name, owner, headers)
+
+
+def _open_owner(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
+    """Return the app, or a user of any id, decrypted without the row cache; None if not stored.
+
+    The data key may have been deleted or tampered with since the row was cached.
+    """
+    attempt = attempt._replace(cache=RowCache(0))
+    if of_user:
+        return rows.user and sealed_rows.open_owner(attempt, rows, rows.user)
+    return sealed_rows.open_app(attempt, rows)
+
+
+class CheckedSession(NamedTuple, Generic[E]):
+    """A decrypted session with all its events, and the rows that were read."""
+
+    session: StoredSession
+    events: list[E]
+    rows: QueryRows
+
+    @property
+    def times(self) -> list[int]:
+        """The times of the events, in microseconds since 1970, UTC."""
+        return [row[EVENT_TIME] for row in self.rows.events]
+
+    def count_headers(self) -> HeaderCounts:
+        """Count the decrypted records of the session."""
+        return _count_headers(
+            (SESSIONS, self.session.row.state),
+            (WITNESSES, self.rows.witnesses[self.session.row.tag].seal),
+            *((SNAPSHOTS, snapshot.state) for snapshot in self.rows.snapshots.values()),
+            *((EVENTS, event[EVENT_RECORD]) for event in self.rows.events),
+        )
+
+
+@dataclass(eq=False, repr=False)
+class CheckSession(StorageOperation[CheckedSession[E] | None]):
+    """Read a session with all its events without the row cache; see `CheckOwner` and `GetSession`.
+
+    If *checks_owners* is False, the rows of the app and the user are not decrypted: `verify` has
+    decrypted the ids in *identity* from the rows of the session and its user.
+    """
+
+    decode: Callable[[bytes, int, int], E]
+    checks_owners: bool = True
+
+    def __post_init__(self) -> None:
+        self.needs_fresh_keys: bool = self.checks_owners
+
+    async def execute(self, attempt: Attempt, executors: Executors) -> CheckedSession[E] | None:
+        rows = await attempt.read(executors, sql.SESSION_WITH_ALL_EVENTS)
+        attempt = attempt._replace(cache=RowCache(0))
+        if self.checks_owners:
+            app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
+            if user:
+                sealed_rows.require_app(app, user)
+        else:
+            # Decrypting the session authenticates the user id, and the row id of its user.
+            user = rows.user and Owner(rows.user, self.identity.user_id, b"{}")
+        session = sealed_rows.open_session(attempt, rows, user)
+        if session is None:
+            return None
+        whole = GetSession(self.identity, self.decode)
+        return CheckedSession(session, await whole.decoded_events(attempt, rows, session), rows)
+
+
+class RenewedKey(NamedTuple):
+    """Whether `RenewKey` has created a data key, and whether it has changed the owner's row and
+    version witness; both are then encrypted with the data key that encrypts new records.
+
+    *orphaned* are the ids of data keys that it has stored in the key database, although the owner
+    has no row any more.
+    """
+
+    created: bool = False
+    changed: bool = False
+    orphaned: Collection[int] = ()
+
+
+@dataclass(eq=False, repr=False)
+class RenewKey(Write[RenewedKey]):
+    """Ensure that an owner's row names exactly one data key, created at *not_before* or later
+    (microseconds UTC); create the key if there is none that new.  The owner is the app, or the user
+    with the user tag of *identity* (*of_user*).
+    """
+
+    audited_as = "data key"
+    needs_fresh_keys = True
+
+    not_before: int
+    of_user: bool
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[RenewedKey]:
+        rows = yield from read_rows(attempt, sql.OWNERS)
+        keys, stored = attempt.keys, attempt.keys.key_ids_of_earlier_attempts
+        owner = _open_owner(attempt, rows, of_user=self.of_user)
+        if owner is None:
+            return RenewedKey(orphaned=stored)
+        # A rotation does not have the options of the services, so it packs the row as it was.
+        row = owner.row
+        context = sealed_rows.column_of(row).context(attempt.identity.ids, row)
+        keys.packing = packing_of(keys.open_with_flags(row.tag, context, row.state, keep_packed))
+        changed = owners.renew_key(owner, self.not_before)
+        if changed:
+            yield from apply_changes(owners.changes)
+        return RenewedKey(changed and bool(keys.new_rows or stored), changed)
+
+
+class EnsureOwners(Write[TransactionKeys]):
+    """Store the rows and the data keys of the app and the user of *identity*, if they are missing.
+
+    Return their data keys.  Use them at once: a data key that was erased or rotated meanwhile must
+    not encrypt new records.
+    """
+
+    audited_as = "owners"
+
+    async def execute(self, attempt: Attempt, executors: Executors) -> TransactionKeys:
+        rows = await attempt.read(executors, sql.OWNERS)
+        app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
+        if app and user and user.app_row == app.row.id:
+            keys = attempt.keys
+            if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
+                attempt.run_after_commit()
+                return keys
+        return await super().execute(attempt, executors)
+
+    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[TransactionKeys]:
+        rows = yield from read_rows(attempt, sql.OWNERS)
+        app = sealed_rows.open_app(attempt, rows)
+        user = sealed_rows.open_user(attempt, rows)
+        app = owners.ensure_app(app, {}, needs_key=True)
+        owners.ensure_user(user, app.row.id, {}, None)
+        if owners.changes:
+            yield from apply_changes(owners.changes)
+        return attempt.keys
+
+
+@dataclass(eq=False, repr=False)
+class UseKeys(StorageOperation[T]):
+    """Decrypt records that are stored outside this database, with data keys of this database.
+
+    Call *work* with the data keys of the app and the user, and whether they were just read.  If
+    *work* raises UnknownKeyError with cached keys, read the keys and call it again.
+    """
+
+    work: Callable[[TransactionKeys, bool], Awaitable[T]]
+
+    async def execute(self, attempt: Attempt, executors: Executors) -> T:
+        is_current = attempt.key_source is not KeySource.CACHE
+        if is_current:
+            rows = await attempt.read(executors, sql.OWNERS)
+            sealed_rows.open_app(attempt, rows)
+            sealed_rows.open_user(attempt, rows)
+        return await self.work(attempt.keys, is_current)
