@@ -161,8 +161,7 @@ class _ExportRun:
                 ]
             contents = await self._source.read(listed)
             for session in contents:
-                if session.user_id == self.user_id:
-                    self._record_user(session.app_name)
+                self._record_user(session.app_name, session.user_id)
             yield {
                 session.ids: c for session, c in contents.items() if isinstance(c, SessionContent)
             }
@@ -176,22 +175,20 @@ class _ExportRun:
         async for batch in self._source.states(self._selection):
             for ids, state in batch.items():
                 if isinstance(state, bytes):
+                    self._record_user(*ids)
                     if self._is_wanted(*ids):
                         yield ids, state
                 elif reports:
                     self.reject(ids, state.reason, has_ids=state.has_ids)
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
-        if self.user_id is None:
-            return True
-        if user_id == self.user_id:
-            self._record_user(app_name)
-        return app_name in self._users and user_id in (None, self.user_id)
+        is_of_user = app_name in self._users and user_id in (None, self.user_id)
+        return self.user_id is None or is_of_user
 
-    def _record_user(self, app_name: str) -> None:
-        """Add the user's tag in this app to the audit record."""
-        if self.user_id is not None and app_name not in self._users:
-            self._users[app_name] = self._index_master.tag_of(app_name, self.user_id).hex()
+    def _record_user(self, app_name: str, user_id: str | None = None) -> None:
+        """If this is the one user to export, add the tag in this app to the audit record."""
+        if user_id is not None and user_id == self.user_id and app_name not in self._users:
+            self._users[app_name] = self._index_master.tag_of(app_name, user_id).hex()
             add_facts(users=list(self._users.values()))
 
     def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
