@@ -76,28 +76,26 @@ async def open_source(
             "URL of the source"
         )
     has_ours = TableKind.ENCRYPTED in kinds
-    is_1x = TableKind.PACKAGE_1X in kinds and not (has_keys and has_ours and backends)
-    is_ours = not is_1x and has_ours and (has_keys or len(kinds) == 1)
-    if is_1x and not has_keys:
-        raise ConfigurationError(_ENCRYPTED_BY_1X)
-    if is_ours and not has_keys:
-        raise ConfigurationError(
-            "the source is encrypted: give the root key of the source with --from-key (keys) and, "
-            "unless it is aesgcm, the backend with --from-backend (backends)"
-        )
-    if is_1x and key_db_url is not None:
-        raise ConfigurationError(
-            "the source, of adk-secure-sessions 1.x, has no key database: omit --from-key-db "
-            "(key_db_url)"
-        )
-    if is_ours and time_zone is not None:
-        raise ConfigurationError(
-            "the source, of this package, has no local times: omit --from-time-zone (time_zone)"
-        )
-    if is_1x:
+    if TableKind.PACKAGE_1X in kinds and not (has_keys and has_ours and backends):
+        if not has_keys:
+            raise ConfigurationError(_ENCRYPTED_BY_1X)
+        if key_db_url is not None:
+            raise ConfigurationError(
+                "the source, of adk-secure-sessions 1.x, has no key database: omit --from-key-db "
+                "(key_db_url)"
+            )
         secrets = chain.from_iterable(map(_secrets, keys))
         return Package1x(db_url, secrets, time_zone=time_zone)
-    if is_ours:
+    if has_ours and (has_keys or len(kinds) == 1):
+        if not has_keys:
+            raise ConfigurationError(
+                "the source is encrypted: give the root key of the source with --from-key (keys) "
+                "and, unless it is aesgcm, the backend with --from-backend (backends)"
+            )
+        if time_zone is not None:
+            raise ConfigurationError(
+                "the source, of this package, has no local times: omit --from-time-zone (time_zone)"
+            )
         writer, others = backends_for(backends or [DEFAULT], keys)
         return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
     if has_keys or backends or key_db_url is not None:
