@@ -437,7 +437,7 @@ async def _delete_chains(db: Database, due: list[tuple[bytes, _LastRecord]]) -> 
     try:
         is_deleted = await db.trail.purge(entry, changes)
     except Conflict:
-        is_deleted = False
+        return False
     except Disconnected as lost:
         raise lost.error from None
     if is_deleted:
