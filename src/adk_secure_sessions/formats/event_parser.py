@@ -25,6 +25,7 @@ schema.  If a result differs, or if the faster parser cannot be built, the publi
 event.
 """
 
+import builtins
 import json
 import logging
 import re
@@ -130,7 +131,7 @@ event_json: Callable[[SchemaSerializer, Event], bytes] = FunctionType(
     # CPython raises TypeError for a warning in a function whose `__warningregistry__` is no dict,
     # and shows no warning, whatever the filters are.
     _to_json.__code__,
-    {"__name__": __name__, "__warningregistry__": 0},
+    {"__name__": __name__, "__warningregistry__": 0, "__builtins__": builtins},
 )
 """Return the JSON of an event without fields that are None; raise an exception if the value of a
 field has an undeclared type, about which pydantic would warn with the value.
