@@ -5,8 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from io import StringIO
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -161,27 +160,29 @@ def progress(label: str, nouns: str = "rows") -> "Iterator[maintenance.Progress]
     """
     began = last = time.monotonic()
     speed = f"0 {nouns}/s"
-    is_terminal = sys.stderr.isatty()
-    every = BAR_EVERY if is_terminal else LINE_EVERY
-    bar: Any
-    with click.progressbar(
-        length=1,
-        label=label,
-        show_pos=True,
-        show_eta=True,
-        item_show_func=lambda _: speed,
-        file=sys.stderr if is_terminal else StringIO(),
-    ) as bar:
+    context: Any = nullcontext()
+    if sys.stderr.isatty():
+        context = click.progressbar(
+            length=1,
+            label=label,
+            show_pos=True,
+            show_eta=True,
+            item_show_func=lambda _: speed,
+            file=sys.stderr,
+        )
+    with context as bar:
+        every = LINE_EVERY if bar is None else BAR_EVERY
 
         def show(processed: int, total: int) -> None:
             nonlocal last, speed
             now = time.monotonic()
-            if now - last < every and not (is_terminal and processed >= total):
+            if now - last < every and (bar is None or processed < total):
                 return
             last, speed = now, f"{processed / max(now - began, 1e-9):,.0f} {nouns}/s"
-            if not is_terminal:
+            if bar is None:
                 click.echo(f"{label}: {processed:,} of {total:,} {nouns}, {speed}", err=True)
-            bar.length = max(total, 1)
-            bar.update(processed - bar.pos)
+            else:
+                bar.length = max(total, 1)
+                bar.update(processed - bar.pos)
 
         yield show
