@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
@@ -244,13 +244,10 @@ class _Bucket(BlobStore):
         return f"{self.prefix}/{folder}/{name}"
 
     async def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
-        try:
-            path = self._path(folder, name)
-            await self._call(
-                lambda: self._obstore.put_async(self._store, path, data, use_multipart=False)
-            )
-        except FileNotFoundError:
-            raise _no_bucket() from None
+        path = self._path(folder, name)
+        await self._call(
+            lambda: self._obstore.put_async(self._store, path, data, use_multipart=False)
+        )
 
     async def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         path = self._path(name, number)
@@ -264,18 +261,16 @@ class _Bucket(BlobStore):
             check_size(answer.meta["size"], size)
             return await answer.bytes_async()
 
+        missing = missing_blob("store")
         try:
-            try:
-                return bytes(await self._call(call))
-            except ArtifactStoreError:
-                # If a range is not within an object, or the object is missing, some stores report
-                # an error that does not name the cause.
-                if not whole:
-                    found = await self._call(lambda: self._obstore.head_async(self._store, path))
-                    check_size(found["size"], size)
-                raise
-        except FileNotFoundError:
-            raise missing_blob("store") from None
+            return bytes(await self._call(call, missing))
+        except ArtifactStoreError:
+            # If a range is not within an object, or the object is missing, some stores report an
+            # error that does not name the cause.
+            if not whole:
+                head = partial(self._obstore.head_async, self._store, path)
+                check_size((await self._call(head, missing))["size"], size)
+            raise
 
     async def delete(self, name: str) -> None:
         names = [one.name async for one in self._objects(name) if OBJECT_NAME.fullmatch(one.name)]
@@ -287,19 +282,14 @@ class _Bucket(BlobStore):
 
     async def _delete_objects(self, paths: Sequence[str]) -> None:
         with suppress(FileNotFoundError):
-            await self._call(lambda: self._obstore.delete_async(self._store, paths))
+            delete = partial(self._obstore.delete_async, self._store, paths)
+            await self._call(delete, FileNotFoundError())
 
     async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
         below = self.prefix if folder is None else f"{self.prefix}/{folder}"
         stream: Any = self._obstore.list(self._store, below, chunk_size=1000)
 
-        while True:
-            try:
-                batch = await self._call(lambda: anext(stream, None))
-            except FileNotFoundError:
-                raise _no_bucket() from None
-            if batch is None:
-                return
+        while (batch := await self._call(lambda: anext(stream, None))) is not None:
             for meta in batch:
                 path = str(meta["path"]).removeprefix(f"{self.prefix}/")
                 found, _, name = path.partition("/")
@@ -307,8 +297,11 @@ class _Bucket(BlobStore):
                 yield StoredObject(found, name, int(meta["size"]), modified)
 
     @hides_locals
-    async def _call(self, call: Any) -> Any:
-        """Run *call*; replace its errors by our own, which quote neither the store nor the URL."""
+    async def _call(self, call: Any, missing: Exception | None = None) -> Any:
+        """Run *call*; replace its errors by our own, which quote neither the store nor the URL.
+
+        *missing* is the error for a missing object; None if only the bucket can be missing.
+        """
         # In a process that was forked later, obstore has no threads, and would wait for ever.
         if _first_process() != os.getpid():
             raise ConfigurationError(
@@ -321,15 +314,16 @@ class _Bucket(BlobStore):
         except TamperedError:
             raise
         except Exception as error:
-            raise _translate(error) from None
+            raise _translate(error, missing) from None
 
 
-def _translate(error: Exception) -> Exception:
-    """Return our error for *error* of obstore; FileNotFoundError for a missing object or bucket."""
+def _translate(error: Exception, missing: Exception | None) -> Exception:
+    """Return our error for *error* of obstore."""
     from obstore import exceptions
 
+    missing = missing or _failed("the bucket does not exist; create it, or check the URL")
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError()
+        return missing
     if isinstance(error, TimeoutError):
         return _failed("no answer in time; check its address and the network", retryable=True)
     text = str(error)
@@ -342,7 +336,7 @@ def _translate(error: Exception) -> Exception:
     if isinstance(error, denied) or (status and status[1] in ("401", "403")):
         return _failed("access was denied; check the credentials and their permissions")
     if status and status[1] == "404":
-        return FileNotFoundError()
+        return missing
     return _failed(
         "it cannot be reached, or failed; check its address, credentials, network and status",
         retryable=True,
@@ -351,7 +345,3 @@ def _translate(error: Exception) -> Exception:
 
 def _failed(text: str, *, retryable: bool = False) -> ArtifactStoreError:
     return ArtifactStoreError(f"the artifact store: {text}", retryable=retryable)
-
-
-def _no_bucket() -> ArtifactStoreError:
-    return _failed("the bucket does not exist; create it, or check the URL")
