@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -273,7 +273,8 @@ class _Bucket(BlobStore):
             raise
 
     async def delete(self, name: str) -> None:
-        names = [one.name async for one in self._objects(name) if OBJECT_NAME.fullmatch(one.name)]
+        objects = await self._objects(name)
+        names = [one.name for one in objects if OBJECT_NAME.fullmatch(one.name)]
         if names:
             await self._delete_objects([self._path(name, one) for one in names])
 
@@ -285,16 +286,17 @@ class _Bucket(BlobStore):
             delete = partial(self._obstore.delete_async, self._store, paths)
             await self._call(delete, FileNotFoundError())
 
-    async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
+    async def _objects(self, folder: str | None) -> list[StoredObject]:
         below = self.prefix if folder is None else f"{self.prefix}/{folder}"
         stream: Any = self._obstore.list(self._store, below, chunk_size=1000)
-
+        objects: list[StoredObject] = []
         while (batch := await self._call(lambda: anext(stream, None))) is not None:
             for meta in batch:
                 path = str(meta["path"]).removeprefix(f"{self.prefix}/")
                 found, _, name = path.partition("/")
                 modified = meta["last_modified"].timestamp()
-                yield StoredObject(found, name, int(meta["size"]), modified)
+                objects.append(StoredObject(found, name, int(meta["size"]), modified))
+        return objects
 
     @hides_locals
     async def _call(self, call: Any, missing: Exception | None = None) -> Any:

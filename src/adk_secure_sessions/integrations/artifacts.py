@@ -184,12 +184,9 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         If *session_id* is given, also return the names of that session's artifacts.
         """
         check_ids(app_name, user_id, session_id or "")
-        names = []
-        for collection in await self._collections.of_user(app_name, user_id):
-            scope_name = scope_and_name(collection.name)
-            if scope_name is not None and scope_name[0] in (None, session_id):
-                names.append(scope_name[1])
-        return sorted(names)
+        collections = await self._collections.of_user(app_name, user_id)
+        artifacts = filter(None, [scope_and_name(collection.name) for collection in collections])
+        return sorted(name for scope, name in artifacts if scope in (None, session_id))
 
     @accessed("artifact.delete")
     async def delete_artifact(

@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
@@ -173,7 +173,7 @@ class BlobDirectory(BlobStore):
             marks.sync()
 
     @_in_thread
-    def _listed(self, folder: str | None) -> list[StoredObject]:
+    def _objects(self, folder: str | None) -> list[StoredObject]:
         with suppress(FileNotFoundError), self._folder() as prefix:
             if folder is not None:
                 return _list_folder(prefix, folder)
@@ -184,10 +184,6 @@ class BlobDirectory(BlobStore):
                 for found in _list_folder(prefix, entry.name)
             ]
         return []
-
-    async def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
-        for found in await self._listed(folder):
-            yield found
 
 
 class _Folder:

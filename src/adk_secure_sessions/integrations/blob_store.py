@@ -162,7 +162,7 @@ class BlobStore(ABC):
         """Return when each marked blob was marked, in seconds since 1970, by the store's clock."""
         return {
             mark.name: mark.modified
-            async for mark in self._objects(MARKS)
+            for mark in await self._objects(MARKS)
             if BLOB_ID.fullmatch(mark.name) and mark.size is not None
         }
 
@@ -185,7 +185,7 @@ class BlobStore(ABC):
     async def stored_blobs(self, name: str | None = None) -> dict[str, StoredBlob]:
         """Return the blob *name*, by default all, by name; also those of interrupted uploads."""
         blobs: dict[str, StoredBlob] = {}
-        async for one in self._objects(name):
+        for one in await self._objects(name):
             if BLOB_ID.fullmatch(one.folder) and OBJECT_NAME.fullmatch(one.name):
                 size, modified = blobs.get(one.folder, (0, one.modified))
                 size += one.size or 0
@@ -221,8 +221,8 @@ class BlobStore(ABC):
         """Withdraw the mark of the blob *name*; if there is none, do nothing."""
 
     @abstractmethod
-    def _objects(self, folder: str | None) -> AsyncIterator[StoredObject]:
-        """Yield the objects in *folder*, or in all folders of blobs."""
+    async def _objects(self, folder: str | None) -> list[StoredObject]:
+        """Return the objects in *folder*, or in all folders of blobs."""
 
 
 def missing_blob(place: str) -> TamperedError:
