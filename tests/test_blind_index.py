@@ -37,16 +37,10 @@ def test_every_tag_has_a_case() -> None:
     methods = inspect.getmembers(IndexMaster, inspect.isfunction)
     public = {name for name, _ in methods if not name.startswith("_")}
     # tests/test_audit_vectors.py tests the key of the audit trail.
-    assert public - {"has_key_of", "audit_cipher"} == {name for name, *_ in CASES}
+    assert public - {"audit_cipher"} == {name for name, *_ in CASES}
 
 
 def test_integers_of_a_mac_are_those_of_its_context() -> None:
     parts = ("migrated", ID, TAG, SOURCE)
     mac = hmac.new(KEY, format_reader.context(*parts, 3, 4), hashlib.sha256).digest()[:16]
     assert IndexMaster(KEY).mac(*parts, numbers=(3, 4)) == mac
-
-
-def test_key_is_compared_with_that_of_another_index() -> None:
-    master = IndexMaster(KEY)
-    assert master.has_key_of(IndexMaster(KEY))
-    assert not master.has_key_of(IndexMaster(KEY[::-1]))

@@ -8,6 +8,7 @@ SESSION_WITHOUT_EVENTS"`, `"apply UPDATE_SESSION, INSERT_EVENT"`.  `Stored` make
 returns them: an app, one of its users, and a session of that user with events, all authentic.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -151,16 +152,18 @@ ROOT = bytes(range(32))
 def keyring(*masters: int, current: int | None = None, pending: bool = False) -> Keyring:
     """A keyring of data master keys that may all be used; the last one is current.
 
-    With *pending*, there is also a row whose key service failed; `fingerprints` leaves it out.
+    With *pending*, there is also a row whose key service failed, to be unwrapped again after 0.1 s;
+    `fingerprints` leaves it out.
     """
     masters = masters or (MASTER,)
     held = {master: MASTERS[master] for master in masters}
     rows = {master: MasterKeyRow(master, DATA, "root", 0, b"") for master in masters}
     rows[INDEX_MASTER] = MasterKeyRow(INDEX_MASTER, "index", "root", 0, b"")
     usable = frozenset(masters)
-    waiting = [MasterKeyRow(77, DATA, "root", 0, b"")] if pending else []
+    unused = {MasterKeyRow(77, DATA, "root", 0, b""): time.monotonic() + 0.1} if pending else {}
+    count = len(rows) + len(unused)
     return Keyring(
-        DATABASE_ID, INDEX, held, current or masters[-1], usable, rows, pending_rows=waiting
+        DATABASE_ID, INDEX, held, current or masters[-1], usable, rows, unused, row_count=count
     )
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from threading import Event, Thread
 
 import pytest
@@ -626,39 +627,32 @@ def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:
 
 async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> None:
     """The others go on meanwhile: a key service that is down takes seconds to fail."""
-    waiting = keyring(pending=True)
-    first = keyring()
-    last = Keyring(
-        first.database_id,
-        first.index_master,
-        first.masters,
-        MASTER,
-        rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")},
-    )
-    keyrings = KeyringReads(first, waiting, keyring(pending=True), last)
-    executors, _ = one_database()
-    runner = OperationRunner(executors, backends(), keyrings, cache=CACHES, keyring_pause=0.1)
-    await runner.run(Scripted(StaleKeyring(), "done"))
-    assert (await runner.keyring()) is waiting
+    first, seen = keyring(), list[Keyring | None]()
     stored = [*fingerprints(first), MasterFingerprint(77, 0, b"")]
+    last = replace(first, rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")})
 
     def reads_keys(attempt: Attempt) -> str:
         attempt.keys.load([], stored)
         return "done"
 
-    for _ in range(3):
-        await runner.run(Scripted(reads_keys, reads_keys=True))
-    assert len(keyrings.seen) == 2, "not before the pause is over"
-    await asyncio.sleep(0.1)
-    await asyncio.gather(
-        *(runner.run(Scripted(reads_keys, reads_keys, reads_keys=True)) for _ in range(5))
-    )
-    assert len(keyrings.seen) == 3
-    await asyncio.sleep(0.1)
-    for _ in range(3):
+    async def use() -> None:
         await runner.run(Scripted(reads_keys, reads_keys, reads_keys=True))
-    assert len(keyrings.seen) == 4
-    assert not (await runner.keyring()).pending_rows
+
+    async def open_keyring(known: Keyring | None) -> Keyring:
+        seen.append(known)
+        if len(seen) == 3:
+            await asyncio.gather(*(use() for _ in range(5)))
+        return [first, keyring(pending=True), keyring(pending=True), last][len(seen) - 1]
+
+    runner = runner_of(one_database()[0], open_keyring)
+    for reads in (2, 3, 4):
+        for _ in range(3):
+            await use()
+        assert len(seen) == reads, "not before the pause is over"
+        await asyncio.sleep(0.1)
+    await use()
+    assert len(seen) == 4
+    assert not (await runner.keyring()).unused
 
 
 @pytest.mark.parametrize("rejected", [False, True])

@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,6 @@ from adk_secure_sessions.errors import (
     KeyServiceError,
     PlaintextRefusedError,
     SecureSessionError,
-    TamperedError,
     UnknownKeyError,
     WrongKeyError,
 )
@@ -37,6 +36,9 @@ DATA, INDEX = "data", "index"
 MAX_ROWS = 64
 # The maximum length of a wrapped key, in bytes.  A longer value was tampered with, and is not read.
 MAX_WRAPPED = 65_536
+# How many seconds after a failure of its key service a row is unwrapped again.  Otherwise, an
+# attacker who can write to the database could make every operation call the key service.
+RETRY_PAUSE = 10.0
 # How many data masters a process unwraps at the same time when it starts.  A process that knows a
 # keyring unwraps one data master at a time.
 _AT_ONCE = 8
@@ -49,7 +51,7 @@ def new_key_id() -> int:
 
 
 class UnwrappedMaster(HoldsSecrets):
-    """An unwrapped master key.  Comparing two master keys takes constant time.
+    """An unwrapped master key.
 
     Only this module reads the bytes of the key.  The functions of this module do not store these
     bytes in local variables, because error reports may contain the local variables of a traceback.
@@ -60,9 +62,6 @@ class UnwrappedMaster(HoldsSecrets):
     def __init__(self, key: bytes) -> None:
         self._key: Any = key  # a faulty provider may have returned something other than bytes
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnwrappedMaster) and hmac.compare_digest(self._key, other._key)
-
     def index_master(self) -> IndexMaster:
         """Return the index master with this key."""
         return IndexMaster(self._key)
@@ -71,12 +70,9 @@ class UnwrappedMaster(HoldsSecrets):
         """Return the cipher with this key, which must be a data master."""
         return Aes256Gcm(self._key)
 
-    def is_key_of(self, cipher: Aes256Gcm) -> bool:
-        """Return whether *cipher* has this key."""
-        try:
-            return self.cipher().decrypt(cipher.encrypt(b"", b"same key?"), b"same key?") == b""
-        except TamperedError:
-            return False
+    def digest(self) -> bytes:
+        """Return a value that tells whether another master key is the same, and nothing else."""
+        return hmac.digest(self._key, b"same key?", "sha256")
 
 
 class MasterFingerprint(NamedTuple):
@@ -120,11 +116,7 @@ class SeparationState(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Keyring(HoldsSecrets):
-    """The unwrapped master keys of one database.
-
-    A row of `secure_keyring` is *pending* if its key service failed.  The keyring is then used
-    without this row, until a later attempt unwraps the row.
-    """
+    """The unwrapped master keys of one database."""
 
     database_id: bytes
     index_master: IndexMaster
@@ -138,13 +130,14 @@ class Keyring(HoldsSecrets):
     usable_master_ids: frozenset[int] = frozenset()
     # The accepted rows by id: of `masters` and of the index master.
     rows: Mapping[int, MasterKeyRow] = field(default_factory=dict)
-    rejected_rows: Sequence[MasterKeyRow] = ()
-    pending_rows: Sequence[MasterKeyRow] = ()
-    # Data masters that are not used any more, because their rows have changed and the changed rows
-    # were rejected or are pending.  A later row with such an id must hold the same key.
-    former_masters: Mapping[int, Aes256Gcm] = field(default_factory=dict)
+    # The rows that are not used, each with the time (monotonic seconds) at which it is unwrapped
+    # again: `math.inf` if it was rejected, a finite time if its key service failed.
+    unused: Mapping[MasterKeyRow, float] = field(default_factory=dict)
+    # The digest of the key of each row that this process has unwrapped, by id, and of the index
+    # master by `INDEX`.  If such a row changes, it must still hold the same key.
+    digests: Mapping[int | str, bytes] = field(default_factory=dict)
     # The number of stored rows.  Above `MAX_ROWS`, only those that this process knew were loaded.
-    row_count: int = -1
+    row_count: int = 0
     separation: SeparationState | None = field(default=None, init=False)
     # The listed features, and whether the table `secure_audit` exists, when the keyring was read.
     features: frozenset[str] = field(default=frozenset(), init=False)
@@ -152,24 +145,22 @@ class Keyring(HoldsSecrets):
     # The tags of the state keys whose values this process stores in `secure_state_index`.  All
     # keyrings of the process share the set: it grows at any time, also while this is read again.
     indexed_keys: set[bytes] = field(default_factory=set, init=False)
-    # When the pending rows are unwrapped again, in monotonic seconds.
-    retry_at: float = field(default=math.inf, init=False)
-    # Whether a task is reading the keyring again.  Other tasks use this one meanwhile.
-    is_being_renewed: bool = field(default=False, init=False)
+    # When to read the keyring again, to unwrap the rows whose key service failed.
+    retry_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        stored = [*self.rows.values(), *self.rejected_rows, *self.pending_rows]
-        if self.row_count < 0:
-            self.row_count = len(stored)
         self._fingerprints = frozenset(
-            MasterFingerprint(row.id, row.created_at, row.wrapped) for row in stored
+            MasterFingerprint(row.id, row.created_at, row.wrapped)
+            for row in (*self.rows.values(), *self.unused)
         )
+        times = (at for at in self.unused.values() if at < math.inf)
+        self.retry_at = max(times, default=math.inf)
 
     def master(self, key_id: int) -> Aes256Gcm:
         """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
         if (master := self.masters.get(key_id)) is not None:
             return master
-        if any(row.id == key_id for row in self.pending_rows):
+        if any(row.id == key_id and at < math.inf for row, at in self.unused.items()):
             raise UnknownKeyError(
                 f"data master {key_id} is not unwrapped yet, because its key service failed: "
                 "check the log and the key service"
@@ -185,17 +176,11 @@ class Keyring(HoldsSecrets):
     def matches(self, fingerprints: Iterable[MasterFingerprint]) -> bool:
         """Return whether *fingerprints* equal those of the rows that this keyring was read from.
 
-        Also return False if it is time to unwrap the pending rows again (rows whose key service
-        failed), or if there were more than `MAX_ROWS` rows.
+        Also return False at `retry_at`, or if there were more than `MAX_ROWS` rows.
         """
-        if self.row_count > MAX_ROWS or (self.retry_is_due and not self.is_being_renewed):
+        if self.row_count > MAX_ROWS or time.monotonic() >= self.retry_at:
             return False
         return frozenset(fingerprints) == self._fingerprints
-
-    @property
-    def retry_is_due(self) -> bool:
-        """Whether it is time to unwrap the pending rows (whose key service failed) again."""
-        return time.monotonic() >= self.retry_at
 
 
 async def new_master(
@@ -237,7 +222,7 @@ async def rewrap_master_key(
     root = new_root or roots[row.root_key_id]
     new_id = new_database_id or database_id
     new = await wrap_master_key(row, root, new_id, key)
-    if await unwrap_master_key(new, {root.key_id: root}, new_id) != key:
+    if (await unwrap_master_key(new, {root.key_id: root}, new_id)).digest() != key.digest():
         raise SecureSessionError(f"root key {root.key_id!r} does not unwrap what it wraps")
     return new
 
@@ -261,7 +246,7 @@ async def open_keyring(
     database_id: bytes,
     known: Keyring | None = None,
     *,
-    leaves_pending: bool = False,
+    is_service: bool = False,
     row_count: int | None = None,
 ) -> Keyring:
     """Unwrap *rows* and return the keyring.  Each row is unwrapped only by the root key it names.
@@ -271,41 +256,39 @@ async def open_keyring(
     a running service by inserting a row.  A row that *known* has accepted is not unwrapped again,
     and one that it has rejected is neither unwrapped nor logged again.
 
-    If *known* is given and *leaves_pending* is True, a row whose key service fails is pending until
-    a call after `Keyring.retry_at`.  If there are more than `MAX_ROWS` rows (*row_count*), *rows*
-    need only contain the ids that *known* has accepted, and only unchanged rows are used.
+    If *known* is given and *is_service* is True, a row whose key service fails is not used, and is
+    unwrapped again by a call after `RETRY_PAUSE` seconds.  If there are more than `MAX_ROWS` rows
+    (*row_count*), *rows* need only contain the ids that *known* has accepted, and only unchanged
+    rows are used.
 
     An error is raised in any case if the keyring would have no index master or no data master.
     """
     rows = list(rows)
     row_count = len(rows) if row_count is None else row_count
-    opening = _Opening(roots, database_id, known, leaves_pending)
-    if known is None or not leaves_pending or row_count <= MAX_ROWS:
-        check_row_count(row_count)
-    else:
-        rows = [row for row in rows if opening.is_known(row)]
+    opening = _Opening(roots, database_id, known, is_service)
+    if row_count > MAX_ROWS:
+        rows = [row for row in rows if is_service and opening.is_known(row)]
         if not any(row.purpose == DATA for row in rows):
             check_row_count(row_count)
-        if known.row_count <= MAX_ROWS:
+        if known is not None and known.row_count <= MAX_ROWS:
             logger.error(
                 "secure_keyring has more than %d rows, so it was tampered with: this service uses "
                 "only the master keys that it knows; delete the rows that you did not create",
                 MAX_ROWS,
             )
-    # Rows that are the same as in the known keyring come first.  If several rows have the same id,
-    # only the first row is accepted, so an inserted row cannot replace a known row.
-    #
-    # Rows that were pending in the known keyring, because their key service failed, come last.  An
-    # attacker may have inserted such rows to delay the unwrapping of a new data master.
-    rows.sort(key=opening.order)
-    sound = [row for row in rows if not opening.reject_if_malformed(row)]
-    index_master = await opening.index_master([row for row in sound if row.purpose == INDEX])
-    masters = await opening.data_masters([row for row in sound if row.purpose == DATA])
+    sound = opening.sound_rows(rows)
+    await in_groups(1, opening.unwrap, [row for row in sound if row.purpose == INDEX])
+    # A running service expects at most one new row.  It unwraps rows one after another, so that
+    # rows that an attacker inserted cannot cause many simultaneous calls.
+    number = _AT_ONCE if known is None else 1
+    await in_groups(number, opening.unwrap, [row for row in sound if row.purpose == DATA])
+    index_master, masters = opening.index_master, opening.masters
     if not masters and opening.failure is not None:
         raise opening.failure
     if index_master is None or not masters:
         missing = "data" if index_master else "index"
         raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
+    stored = {INDEX, *(row.id for row in rows)}
     # The newest data master under the writing backend's root key wraps new data keys.  If there is
     # none, the newest one under another root key does: a process does not create master keys only
     # because its writing backend has a new root key.
@@ -322,160 +305,113 @@ async def open_keyring(
         wrapping_master_id=max(usable)[2] if usable else None,
         usable_master_ids=frozenset(row_id for *_, row_id in usable),
         rows=opening.accepted,
-        rejected_rows=opening.rejected,
-        pending_rows=opening.pending,
-        former_masters=opening.former(),
+        unused=opening.unused,
+        digests={name: digest for name, digest in opening.digests.items() if name in stored},
         row_count=row_count,
     )
 
 
+@dataclass(eq=False, repr=False)
 class _Opening:
-    """One call of `open_keyring`: the rows that it has accepted and rejected so far."""
+    """One call of `open_keyring`: the rows that it has accepted so far, and those not used."""
 
-    def __init__(
-        self,
-        roots: Mapping[str, KeyProvider],
-        database_id: bytes,
-        known: Keyring | None,
-        leaves_pending: bool,
-    ) -> None:
-        self._roots = roots
-        self._database_id = database_id
-        self._is_start = known is None
-        self._leaves_pending = leaves_pending and known is not None
-        # What the known keyring has.
-        self._rows = known.rows if known else {}
-        self._index_master = known.index_master if known else None
-        self._masters = {**known.former_masters, **known.masters} if known else {}
-        self._were_rejected = known.rejected_rows if known else ()
-        self._were_pending = known.pending_rows if known else ()
-        self._is_pause = known is not None and not known.retry_is_due
-        self.accepted: dict[int, MasterKeyRow] = {}
-        self.rejected: list[MasterKeyRow] = []
-        self.pending: list[MasterKeyRow] = []
-        self.failure: SecureSessionError | None = None  # the error of the first pending row
-        self._ids: set[int] = set()
-        # The ids of root keys for which a call of the key service has failed temporarily.
-        self._failing: set[str] = set()
+    roots: Mapping[str, KeyProvider]
+    database_id: bytes
+    known: Keyring | None
+    is_service: bool
+    masters: dict[int, Aes256Gcm] = field(default_factory=dict)
+    accepted: dict[int, MasterKeyRow] = field(default_factory=dict)
+    unused: dict[MasterKeyRow, float] = field(default_factory=dict)
+    failure: SecureSessionError | None = None  # the first failure of a key service
+    # The ids of root keys for which a call of the key service has failed temporarily.
+    failing: set[str] = field(default_factory=set)
 
-    def order(self, row: MasterKeyRow) -> int:
-        """Return the sort key of *row*: known rows first, rows that were pending last."""
-        if self.is_known(row):
-            return 0
-        return 2 if row in self._were_pending else 1
-
-    def former(self) -> dict[int, Aes256Gcm]:
-        """Return the known data masters whose rows have changed and are not accepted."""
-        left_out = {row.id for row in (*self.rejected, *self.pending)} - self.accepted.keys()
-        return {key_id: self._masters[key_id] for key_id in left_out & self._masters.keys()}
+    def __post_init__(self) -> None:
+        self.index_master = self.known.index_master if self.known else None
+        self.digests = dict(self.known.digests) if self.known else {}
+        self.unused_before = self.known.unused if self.known else {}
 
     def is_known(self, row: MasterKeyRow) -> bool:
         """Return whether *row* has not changed since the known keyring accepted it."""
-        return self._rows.get(row.id) == row
+        return self.known is not None and self.known.rows.get(row.id) == row
 
-    def reject_if_malformed(self, row: MasterKeyRow) -> bool:
-        """Reject *row* if it is malformed, or if an earlier row has its id."""
-        fault = _fault(row)
-        if fault is None and row.id in self._ids:
-            fault = "another row has the same id"
-        if fault is not None:
-            self._reject(row, _malformed(row, fault))
-            return True
-        self._ids.add(row.id)
-        return False
+    def sound_rows(self, rows: list[MasterKeyRow]) -> list[MasterKeyRow]:
+        """Reject malformed rows and second index masters; return the others, known rows first.
 
-    async def index_master(self, rows: list[MasterKeyRow]) -> IndexMaster | None:
-        """Accept, reject or leave pending each of *rows*, and return the index master.
-
-        If a keyring is known, the result is its index master, and a row is accepted only if it
-        holds the same key.  Otherwise, the result is the unwrapped index master, if there is a row.
+        If several rows have the same id, only the first is accepted, so an inserted row cannot
+        replace a known row.  Rows whose key service failed come last: an attacker may have inserted
+        such rows to delay the unwrapping of a new data master.
         """
-        if len(rows) > 1:
-            ids = {row.id for row in self._rows.values() if row.purpose == INDEX}
-            ours = [row for row in rows if row.id in ids]
-            for row in rows:
-                if [row] != ours:
-                    others = ", ".join(str(other.id) for other in rows if other is not row)
-                    error = WrongKeyError(
-                        f"secure_keyring row {row.id} and row {others} are both index masters, so "
-                        "the keyring was tampered with: restore it from a backup, or delete the "
-                        "row that you did not create"
-                    )
-                    self._reject(row, error)
-            rows = ours
-        index_master = self._index_master
-        for row in rows:
-            if self.is_known(row):
-                self.accepted[row.id] = row
-            elif (key := await self._unwrapped(row)) is not None:
-                unwrapped = key.index_master()
-                if index_master is None or index_master.has_key_of(unwrapped):
-                    index_master = index_master or unwrapped
-                    self.accepted[row.id] = row
-                else:
-                    fault = "it is another index master than the one that this service has read"
-                    self._reject(row, _malformed(row, fault))
-        return index_master
-
-    async def data_masters(self, rows: list[MasterKeyRow]) -> dict[int, Aes256Gcm]:
-        """Unwrap *rows*, the data masters, and return the accepted data masters by id."""
-        masters: dict[int, Aes256Gcm] = {}
-        new = []
-        for row in rows:
-            if self.is_known(row):
-                masters[row.id] = self._masters[row.id]
-                self.accepted[row.id] = row
+        sound: dict[int, MasterKeyRow] = {}
+        before = self.unused_before
+        for row in sorted(rows, key=lambda row: -1 if self.is_known(row) else before.get(row, 0)):
+            fault = _fault(row) or ("another row has the same id" if row.id in sound else None)
+            if fault is None:
+                sound[row.id] = row
             else:
-                new.append(row)
-        # A running service expects at most one new row.  It unwraps rows one after another, so that
-        # rows that an attacker inserted cannot cause many simultaneous calls.
-        keys = await in_groups(_AT_ONCE if self._is_start else 1, self._unwrapped, new)
-        for row, key in zip(new, keys, strict=True):
-            before = self._masters.get(row.id)
-            if key is not None and before is not None and not key.is_key_of(before):
-                fault = "it holds another key than the one that this service has read"
                 self._reject(row, _malformed(row, fault))
-            elif key is not None:
-                masters[row.id] = key.cipher()
-                self.accepted[row.id] = row
-        return masters
+        index_rows = [row for row in sound.values() if row.purpose == INDEX]
+        for row in index_rows:
+            others = ", ".join(str(other.id) for other in index_rows if other is not row)
+            if others and (self.known is None or row.id not in self.known.rows):
+                del sound[row.id]
+                error = WrongKeyError(
+                    f"secure_keyring row {row.id} and row {others} are both index masters, so the "
+                    "keyring was tampered with: restore it from a backup, or delete the row that "
+                    "you did not create"
+                )
+                self._reject(row, error)
+        return list(sound.values())
 
-    async def _unwrapped(self, row: MasterKeyRow) -> UnwrappedMaster | None:
-        """Return the master key of *row*; None if the row was rejected or left pending."""
-        if row in self._were_rejected:
-            self.rejected.append(row)
-            return None
-        if row.root_key_id in self._failing or (self._is_pause and row in self._were_pending):
-            # Do not call the key service: a call with this root key has just failed, or the pause
-            # after a failure has not ended.  A further call might take as long to fail.
-            self.pending.append(row)
-            return None
+    async def unwrap(self, row: MasterKeyRow) -> None:
+        """Unwrap and accept *row*.  Do not use it if it is not valid, or its key service fails."""
+        if self.known is not None and self.is_known(row):
+            if row.purpose == DATA:
+                self.masters[row.id] = self.known.masters[row.id]
+            self.accepted[row.id] = row
+            return
+        now = time.monotonic()
+        retry_at = self.unused_before.get(row, now)
+        if retry_at <= now and row.root_key_id in self.failing:
+            retry_at = now + RETRY_PAUSE
+        if retry_at > now:
+            # Do not call the key service: the row was rejected, the pause after a failure has not
+            # ended, or a call with this root key has just failed, and a further one might take as
+            # long to fail.
+            self.unused[row] = retry_at
+            return
         try:
-            return await unwrap_master_key(row, self._roots, self._database_id)
+            key = await unwrap_master_key(row, self.roots, self.database_id)
+            name = INDEX if row.purpose == INDEX else row.id
+            if self.digests.setdefault(name, key.digest()) != key.digest():
+                fault = "it holds another key than the one that this service has read"
+                raise _malformed(row, fault)
         except (WrongKeyError, DecryptionError) as error:
             self._reject(row, error)
         except SecureSessionError as error:
-            if not self._leaves_pending:
+            if self.known is None or not self.is_service:
                 raise
-            self.pending.append(row)
+            self.unused[row] = time.monotonic() + RETRY_PAUSE
             self.failure = self.failure or without_frames(error)
             if error.retryable:
-                self._failing.add(row.root_key_id)
-            if row not in self._were_pending:
+                self.failing.add(row.root_key_id)
+            if row not in self.unused_before:
                 logger.error(
                     "a row of secure_keyring is not used until it can be unwrapped: %s", error
                 )
-        return None
+        else:
+            if row.purpose == DATA:
+                self.masters[row.id] = key.cipher()
+            elif self.index_master is None:
+                self.index_master = key.index_master()
+            self.accepted[row.id] = row
 
     def _reject(self, row: MasterKeyRow, error: SecureSessionError) -> None:
-        """Reject *row* because of *error*; log *error* unless the same row was rejected before.
-
-        If no keyring is known, the process is starting.  Then raise *error* instead.
-        """
-        if self._is_start:
+        """Log *error* and do not use *row*; raise *error* if the process is starting."""
+        if self.known is None:
             raise error
-        self.rejected.append(row)
-        if row not in self._were_rejected:
+        self.unused[row] = math.inf
+        if self.unused_before.get(row) != math.inf:
             logger.error("a row of secure_keyring is rejected, and not used: %s", error)
 
 

@@ -136,7 +136,7 @@ async def open_existing(
     survey = await survey_existing(executors, known if is_service else None)
     if is_service:
         survey.reject_unfinished(FeatureName.SEPARATING)
-    return await _open(executors, survey, backends, known, leaves_pending=is_service)
+    return await _open(executors, survey, backends, known, is_service=is_service)
 
 
 async def _open(
@@ -145,7 +145,7 @@ async def _open(
     backends: Backends,
     known: Keyring | None = None,
     *,
-    leaves_pending: bool = False,
+    is_service: bool = False,
 ) -> Keyring:
     database_id = survey.existing_id
     if known is not None and known.database_id != database_id:
@@ -156,7 +156,7 @@ async def _open(
         backends.writing.root_key.key_id,
         database_id,
         known,
-        leaves_pending=leaves_pending,
+        is_service=is_service,
         row_count=survey.keyring_rows,
     )
     check_features(survey, keyring)

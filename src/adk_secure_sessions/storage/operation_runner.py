@@ -11,6 +11,7 @@ these rules, whose limits and pauses are in `db.protocol.Retries`:
 """
 
 import asyncio
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -50,7 +51,7 @@ from adk_secure_sessions.keys.data_keys import (
     StaleKeyring,
     TransactionKeys,
 )
-from adk_secure_sessions.keys.keyring import Keyring
+from adk_secure_sessions.keys.keyring import RETRY_PAUSE, Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.schema import Identity, Owner, StoredSession, WitnessRow, identify
@@ -60,10 +61,6 @@ V = TypeVar("V", bound=Owner | StoredSession)
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
-# The default of `keyring_pause`: the seconds until a rejected keyring, or rows whose key service
-# failed, are tried again.  Otherwise, an attacker who can write to the database could make every
-# operation call the key service.
-_KEYRING_PAUSE = 10.0
 # How many data keys one operation may create in a key database.  It needs at most two, unless other
 # processes change the keys at the same time.
 _NEW_KEYS = 8
@@ -372,7 +369,7 @@ class OperationRunner:
     *backends* is None if only `read`, `read_keys`, `run_on_data` and `run_on_keys` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
-    keys or the caches are used.  *keyring_pause* is in seconds: see `_KEYRING_PAUSE`.
+    keys or the caches are used.  *keyring_pause*: see `reread_keyring`.
     """
 
     executors: Executors
@@ -380,7 +377,7 @@ class OperationRunner:
     _open_keyring: OpenKeyring
     _: KW_ONLY
     cache: Caches = Caches()
-    keyring_pause: float = _KEYRING_PAUSE
+    keyring_pause: float = RETRY_PAUSE
     before_use: Callable[[Keyring], Awaitable[None]] | None = None
     packing: Packing = Packing()
 
@@ -612,7 +609,8 @@ class OperationRunner:
             if self._keyring_error is not None and time.monotonic() < self._keyring_retry_at:
                 raise self._keyring_error.with_traceback(None)
             self._keyring_error = None
-            old.is_being_renewed = True
+            # Other tasks use *old* meanwhile, also if a row whose key service failed is due again.
+            retry_at, old.retry_at = old.retry_at, math.inf
             try:
                 renewed = await retried(lambda: self._open_keyring(old))
             except SecureSessionError as error:
@@ -620,11 +618,7 @@ class OperationRunner:
                 self._keyring_retry_at = time.monotonic() + self.keyring_pause
                 raise
             finally:
-                old.is_being_renewed = False
-            if renewed.pending_rows:
-                paused = old.pending_rows and not old.retry_is_due
-                again = time.monotonic() + self.keyring_pause
-                renewed.retry_at = old.retry_at if paused else again
+                old.retry_at = retry_at
             database_keys.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
             # object: a rotation would then miss the master key that it has just created.
