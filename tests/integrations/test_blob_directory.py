@@ -183,30 +183,22 @@ async def test_blob_that_becomes_a_link_during_its_deletion_is_not_followed(
 # --- something else in the place of an object ----------------------------------------------------
 
 
-def link_object(path: Path, victim: Path) -> None:
-    path.symlink_to(victim / "0")
+PLACES: dict[str, Callable[[Path, Path], object]] = {
+    "link to an object": lambda path, victim: path.symlink_to(victim / "0"),
+    "link to a directory": lambda path, victim: path.symlink_to(victim),
+    "directory": lambda path, _: path.mkdir(),
+    "pipe": lambda path, _: os.mkfifo(path),
+}
 
 
-def link_directory(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def make_directory(path: Path, victim: Path) -> None:
-    path.mkdir()
-
-
-def make_pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("place", [link_object, link_directory, make_directory, make_pipe])
+@pytest.mark.parametrize("place", PLACES)
 async def test_object_that_is_not_a_file_is_rejected(
-    store: BlobStore, tmp_path: Path, victim: Path, place: Callable[[Path, Path], None]
+    store: BlobStore, tmp_path: Path, victim: Path, place: str
 ) -> None:
     await put(store)
     path = tmp_path / "blobs" / PREFIX / NAME / "0"
     path.unlink()
-    place(path, victim)
+    PLACES[place](path, victim)
     with pytest.raises(TamperedError, match="not a file") as info:
         await read(store)
     assert info.value.reason is Reason.MISMATCH
