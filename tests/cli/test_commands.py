@@ -80,10 +80,9 @@ def test_verify_exits_with_1_and_names_the_row(filled: str, place: sa.URL) -> No
     assert purged.code == 0  # a session is deleted though its history has a gap
 
 
-def test_purge_exits_with_1_where_a_row_cannot_be_decrypted(file: str, tmp_path: Path) -> None:
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+def test_purge_exits_with_1_where_a_row_cannot_be_decrypted(file: str) -> None:
     first = "(SELECT min(id) FROM secure_sessions)"
-    run_sql(place, f"UPDATE secure_sessions SET created_at = 7 WHERE id = {first}")
+    run_sql(file, f"UPDATE secure_sessions SET created_at = 7 WHERE id = {first}")
     said = run("purge", "sessions", *on(file), "--older-than", "2w")
     assert said.code == 1
     assert re.search(

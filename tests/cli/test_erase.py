@@ -68,14 +68,13 @@ def test_missing_key_or_row_is_reported_and_exits_with_1(
     file_url: str, table: str, missing: str
 ) -> None:
     asyncio.run(fill(file_url, users=["ada"]))
-    place = sa.make_url(file_url).set(drivername="sqlite")
     column = "tag" if table == "secure_users" else "owner"
-    run_sql(place, f"DELETE FROM {table} WHERE {column} IN (SELECT tag FROM secure_users)")
+    run_sql(file_url, f"DELETE FROM {table} WHERE {column} IN (SELECT tag FROM secure_users)")
     for option in (["--dry-run"], []):
         said = run("erase-user", "--db", file_url, *ADA, *confirmed(file_url), *option)
         assert said.code == 1
         assert f"\n{missing} was missing: run `verify`, which lists any rows" in said.stdout
-    assert query(place, "SELECT count(*) FROM secure_sessions") == [(0,)]
+    assert query(file_url, "SELECT count(*) FROM secure_sessions") == [(0,)]
     assert run("verify", "--db", file_url, "--key", "env:OLD_KEY").code == 0
 
 

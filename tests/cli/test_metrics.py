@@ -5,7 +5,6 @@ import stat
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.support import on, run
@@ -48,8 +47,7 @@ def test_failed_run_keeps_the_time_of_the_last_success(file: str, metrics: Path)
     assert found["last_success_timestamp_seconds"] == found["last_run_timestamp_seconds"] > 1e9
     assert found["duration_seconds"] > 0
     success = found["last_success_timestamp_seconds"]
-    place = sa.make_url(file).set(drivername="sqlite")
-    run_sql(place, "UPDATE secure_events SET event = x'00' WHERE seq = 1")
+    run_sql(file, "UPDATE secure_events SET event = x'00' WHERE seq = 1")
     for options, code, problems in (
         (on(file), 1, 4),  # bad rows
         (on(file, None), 2, 1),  # no key
@@ -83,8 +81,7 @@ def test_status_writes_the_age_of_each_master_key(file: str, metrics: Path) -> N
 
 
 def test_purpose_that_is_no_text_does_not_stop_the_metrics(file: str, metrics: Path) -> None:
-    place = sa.make_url(file).set(drivername="sqlite")
-    run_sql(place, "UPDATE secure_keyring SET purpose = x'ff22' WHERE purpose = 'data'")
+    run_sql(file, "UPDATE secure_keyring SET purpose = x'ff22' WHERE purpose = 'data'")
     run("status", *on(file), "--metrics-file", str(metrics))
     assert read(metrics)["problems"] == 1
 

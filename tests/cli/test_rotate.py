@@ -36,11 +36,6 @@ def break_events(place: sa.URL) -> int:
     return run_sql(place, "UPDATE secure_events SET event = :bad WHERE seq = 1", bad=b"junk")
 
 
-@pytest.fixture
-def file_place(file: str) -> sa.URL:
-    return sa.make_url(file).set(drivername="sqlite")
-
-
 # --- whole rotations -----------------------------------------------------------------------------
 
 
@@ -300,24 +295,22 @@ def test_unfinished_rotation_is_begun_again_with_restart(name: str, file: str) -
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(
-    name: str, file: str, file_place: sa.URL
-) -> None:
+def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(name: str, file: str) -> None:
     asyncio.run(interrupt(file, ROTATIONS[name]))
     tampered = "value = substr(value, 1, length(value) - 1) || 'x'"
-    run_sql(file_place, f"UPDATE secure_meta SET {tampered} WHERE name LIKE 'rotation.%'")
+    run_sql(file, f"UPDATE secure_meta SET {tampered} WHERE name LIKE 'rotation.%'")
     told = run("status", *on(file))
     assert (told.code, told.stdout.splitlines()[-1]) == (
         1,
         f"  {name}: its checkpoint was tampered with; --restart begins a new rotation",
     )
-    before = all_rows(file_place)
+    before = all_rows(file)
     for more in ([], ["--dry-run"]):
         rejected = run("rotate", name, *on(file), *more)
         assert (rejected.code, rejected.stdout) == (2, "")
         assert f"secure_meta row rotation.{name}: " in rejected.stderr
         assert "--restart" in rejected.stderr
-    assert all_rows(file_place) == before
+    assert all_rows(file) == before
     assert run("rotate", name, *on(file), "--restart").code == 0
     assert run("verify", *on(file)).code == 0
 

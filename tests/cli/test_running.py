@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import database_commands, program, rotate
@@ -237,11 +236,10 @@ def test_ctrl_c_in_a_command_that_changes_nothing_says_so(
 
 
 def test_ctrl_c_ends_the_program_with_130(file: str) -> None:
-    place = sa.make_url(file).set(drivername="sqlite")
     slowly = ["rotate", "data", *on(file), "--rows-per-second", "2"]
     with subprocess.Popen([PROGRAM, *slowly], stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
-        while not query(place, "SELECT 1 FROM secure_meta WHERE name = 'rotation.data'"):
+        while not query(file, "SELECT 1 FROM secure_meta WHERE name = 'rotation.data'"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -270,13 +268,12 @@ def on_terminal(answer: str, *arguments: str) -> tuple[int | None, str, str]:
 
 def test_terminal_is_asked_before_a_rotation_is_continued(file: str) -> None:
     asyncio.run(interrupt(file, rotate_data))
-    place = sa.make_url(file).set(drivername="sqlite")
-    before = query(place, "SELECT id, state FROM secure_sessions")
+    before = query(file, "SELECT id, state FROM secure_sessions")
     code, stdout, shown = on_terminal("n", "rotate", "data", *on(file))
     assert (code, stdout.strip()) == (1, "")
     assert re.search(r"continues the rotation begun .*Continue it\? \[Y/n\]", shown, re.DOTALL)
     assert "nothing was changed; --restart begins a new rotation" in shown
-    assert query(place, "SELECT id, state FROM secure_sessions") == before
+    assert query(file, "SELECT id, state FROM secure_sessions") == before
     code, stdout, shown = on_terminal("n", "rotate", "data", *on(file), "--yes")
     assert (code, "re-encrypted: " in stdout, "Continue it?" in shown) == (0, True, False)
 

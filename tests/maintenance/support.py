@@ -110,9 +110,16 @@ async def interrupt(url: str, rotate: Any, backend: EncryptionBackend | None = N
             await rotate(db, progress=stop)
 
 
-def run_sql(place: sa.URL, statement: str, **values: Any) -> int:
+def engine_of(place: sa.URL | str) -> sa.Engine:
+    """Open a place; a text is the URL of a service, of a SQLite file."""
+    if isinstance(place, str):
+        place = sa.make_url(place).set(drivername="sqlite")
+    return sa.create_engine(place)
+
+
+def run_sql(place: sa.URL | str, statement: str, **values: Any) -> int:
     """Change the database behind the services' backs; return how many rows that matched."""
-    engine = sa.create_engine(place)
+    engine = engine_of(place)
     with closing(engine.connect()) as connection:
         met = connection.execute(sa.text(statement), values).rowcount
         connection.commit()
@@ -120,15 +127,15 @@ def run_sql(place: sa.URL, statement: str, **values: Any) -> int:
     return met
 
 
-def query(place: sa.URL, statement: str) -> list[tuple[Any, ...]]:
-    engine = sa.create_engine(place)
+def query(place: sa.URL | str, statement: str) -> list[tuple[Any, ...]]:
+    engine = engine_of(place)
     with closing(engine.connect()) as connection:
         rows = [tuple(row) for row in connection.execute(sa.text(statement))]
     engine.dispose()
     return rows
 
 
-def all_rows(place: sa.URL) -> dict[str, list[tuple[Any, ...]]]:
+def all_rows(place: sa.URL | str) -> dict[str, list[tuple[Any, ...]]]:
     """The rows of each table, in an order that does not depend on the database."""
     return {
         name: sorted(query(place, f"SELECT * FROM {name}"), key=repr) for name in metadata.tables

@@ -53,11 +53,6 @@ def newest_master(place: sa.URL) -> int:
     return int(row[0])
 
 
-@pytest.fixture
-def file(file_url: str) -> sa.URL:
-    return sa.make_url(file_url).set(drivername="sqlite")
-
-
 # --- rotations -----------------------------------------------------------------------------------
 
 
@@ -134,23 +129,21 @@ async def test_service_with_another_clock_does_not_disturb_a_rotation(
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-async def test_authentic_key_of_an_impossible_time_is_named(
-    name: str, file_url: str, file: sa.URL
-) -> None:
+async def test_authentic_key_of_an_impossible_time_is_named(name: str, file_url: str) -> None:
     """Only somebody who had a master key can have inserted it; no later time can be stored."""
     await fill(file_url)
     async with Database(file_url, AES) as db:
         known = await db.keyring()
         assert known.wrapping_master_id is not None
-        ((owner,),) = query(file, "SELECT min(tag) FROM secure_users")
+        ((owner,),) = query(file_url, "SELECT min(tag) FROM secure_users")
         forged = DataKeyRow(1, owner, 99, 1, 2**63 - 1, b"")
         forged = wrap_data_key(forged, known, known.wrapping_master_id, bytes(32))
         columns = ", ".join(f":{field}" for field in forged._fields)
-        run_sql(file, f"INSERT INTO secure_data_keys VALUES ({columns})", **forged._asdict())
+        run_sql(file_url, f"INSERT INTO secure_data_keys VALUES ({columns})", **forged._asdict())
         with pytest.raises(TamperedError, match=r"secure_data_keys row 1: .* delete") as raised:
             await ROTATIONS[name](db)
         assert (raised.value.table, raised.value.row) == ("secure_data_keys", "1")
-        run_sql(file, "DELETE FROM secure_data_keys WHERE id = 1")
+        run_sql(file_url, "DELETE FROM secure_data_keys WHERE id = 1")
         assert (await ROTATIONS[name](db)).left == 0
     await assert_whole(file_url, AES)
 

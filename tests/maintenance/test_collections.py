@@ -67,13 +67,12 @@ def counts(found: Any) -> tuple[int, ...]:
     return found.sessions, found.events, found.collections, found.items, found.unchecked, found.bad
 
 
-async def test_verify_checks_the_json_of_items(file_url: str, tmp_path: Path) -> None:
+async def test_verify_checks_the_json_of_items(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await fill(service, ("ada",))
         await service.collections.append((APP, "ada", "c"), b"no item")
         await service.collections.append((APP, "ada", "d"), ITEMS[0][:-1])
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    rows = query(place, "SELECT session_row FROM secure_events WHERE seq = 3 ORDER BY 1")
+    rows = query(file_url, "SELECT session_row FROM secure_events WHERE seq = 3 ORDER BY 1")
     async with Database(file_url, BACKEND) as db:
         found = await verify(db)
     assert [(one.table, one.row) for one in found.problems] == [
@@ -82,11 +81,10 @@ async def test_verify_checks_the_json_of_items(file_url: str, tmp_path: Path) ->
     assert counts(found) == (1, 2, 0, 0, 0, 2)
 
 
-async def test_problems_of_collections_are_named_so(file_url: str, tmp_path: Path) -> None:
+async def test_problems_of_collections_are_named_so(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await fill(service, ("ada",))
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    run_sql(place, "DELETE FROM secure_events WHERE seq = 2")
+    run_sql(file_url, "DELETE FROM secure_events WHERE seq = 2")
     async with Database(file_url, BACKEND) as db:
         found = await verify(db)
     assert {one.table for one in found.problems} == {"secure_sessions"}
@@ -157,24 +155,21 @@ async def test_all_commands_treat_collections_so_with_a_key_database(pair: Pair)
 async def test_separated_copy_keeps_the_feature_and_its_collections(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await fill(service)
-    place = sa.make_url(file_url).set(drivername="sqlite")
     seen = set()
 
     def progress(done: int, total: int) -> None:
-        seen.add(query(place, FEATURES)[0][0].split()[0])
+        seen.add(query(file_url, FEATURES)[0][0].split()[0])
 
     async with Database(file_url, BACKEND) as db:
         assert (await separate(db, progress=progress)).complete
     assert seen == {"collections,separating"}
-    assert query(place, FEATURES)[0][0].startswith("collections ")
+    assert query(file_url, FEATURES)[0][0].startswith("collections ")
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await assert_whole(service)
         await service.collections.append((APP, "ada", "e"), ITEMS[0])
 
 
-async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(
-    file_url: str, tmp_path: Path
-) -> None:
+async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as service:
         await service.create_session(app_name=APP, user_id="ada", session_id="s")
 
@@ -189,8 +184,7 @@ async def test_feature_that_is_added_while_a_separation_begins_is_not_lost(
         with pytest.raises(SecureSessionError, match="try again"):
             await separate(db)
         assert (await separate(db)).complete
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
-    assert query(place, FEATURES)[0][0].startswith("collections ")
+    assert query(file_url, FEATURES)[0][0].startswith("collections ")
 
 
 async def test_running_service_adds_no_feature_during_a_separation(file_url: str) -> None:
@@ -215,9 +209,8 @@ async def test_running_service_adds_no_feature_during_a_separation(file_url: str
             await separate(db, progress=progress)
         await asyncio.gather(*waiting)
     assert len(errors) == 1
-    place = sa.make_url(file_url).set(drivername="sqlite")
-    assert query(place, FEATURES)[0][0].startswith("- ")
-    assert query(place, "SELECT count(*) FROM secure_sessions") == [(1,)]
+    assert query(file_url, FEATURES)[0][0].startswith("- ")
+    assert query(file_url, "SELECT count(*) FROM secure_sessions") == [(1,)]
 
 
 # --- at the same time ----------------------------------------------------------------------------

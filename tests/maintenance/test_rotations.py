@@ -69,7 +69,7 @@ def rows(place: sa.URL) -> dict[str, list[Any]]:
     }
 
 
-def keys_of(place: sa.URL) -> set[int]:
+def keys_of(place: sa.URL | str) -> set[int]:
     return {row[0] for row in query(place, "SELECT id FROM secure_data_keys")}
 
 
@@ -671,18 +671,17 @@ async def test_retire_counts_keys_whose_deletion_was_answered_by_a_lost_connecti
         assert (retired.data_keys, len(retired.master_ids)) == (3, 1)
 
 
-async def test_retire_opens_the_keyring_first(file_url: str, tmp_path: Path) -> None:
+async def test_retire_opens_the_keyring_first(file_url: str) -> None:
     await filled(file_url)
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     async with Database(file_url, AES) as db:
         await rotate_data(db)
         await rotate_master(db)
-    before = keys_of(place)
-    run_sql(place, "UPDATE secure_keyring SET created_at = 'x' WHERE purpose = 'data'")
+    before = keys_of(file_url)
+    run_sql(file_url, "UPDATE secure_keyring SET created_at = 'x' WHERE purpose = 'data'")
     async with Database(file_url, AES) as db:
         with pytest.raises(WrongKeyError):
             await retire(db)
-    assert keys_of(place) == before
+    assert keys_of(file_url) == before
     async with Database(file_url) as db:
         with pytest.raises(ConfigurationError, match="root key"):
             await retire(db)
@@ -704,7 +703,7 @@ async def test_malformed_value_prevents_the_rotation_of_no_other_row(
     statement: str, table: str, tmp_path: Path, file_url: str
 ) -> None:
     await filled(file_url)
-    bad = run_sql(sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db"), statement)
+    bad = run_sql(file_url, statement)
     async with Database(file_url, AES) as db:
         done = await rotate_data(db)
     assert {one.table for one in done.problems} == {table}

@@ -33,8 +33,7 @@ async def compared(source: Source, url: str, **options: Any) -> Comparison:
 
 def rows(url: str) -> list[int]:
     """The row ids of the sessions in the target."""
-    place = sa.make_url(url).set(drivername="sqlite")
-    return [row_id for (row_id,) in query(place, "SELECT id FROM secure_sessions")]
+    return [row_id for (row_id,) in query(url, "SELECT id FROM secure_sessions")]
 
 
 async def is_complete(url: str) -> bool:
@@ -86,9 +85,7 @@ async def test_copies_that_an_attacker_lets_expire_are_reported_as_different(
 ) -> None:
     source, others = filled(), MemorySource()
     await copy(source, file_url)
-    run_sql(
-        sa.make_url(file_url).set(drivername="sqlite"), "UPDATE secure_sessions SET expires_at = 1"
-    )
+    run_sql(file_url, "UPDATE secure_sessions SET expires_at = 1")
     others.put("ada", "new")
     done = await compared(others, file_url, show_ids=True)
     assert numbers(done) == {"sessions": 1, "missing": 1, "different": 8}
@@ -223,7 +220,7 @@ async def test_row_that_was_tampered_with_is_no_deletion_and_no_change(
 ) -> None:
     source = filled()
     await copy(source, file_url)
-    assert run_sql(sa.make_url(file_url).set(drivername="sqlite"), attack)
+    assert run_sql(file_url, attack)
     done = await compared(source, file_url)
     assert (done.equal, done.clean, done.completed) == (0, False, False)
     assert done.different >= 8

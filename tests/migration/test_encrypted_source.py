@@ -205,9 +205,8 @@ REASONS = {
 @pytest.mark.parametrize("statement", REASONS)
 async def test_session_that_was_tampered_with_is_unreadable(file_url: str, statement: str) -> None:
     await fill(file_url, users=["ada"])
-    place = sa.make_url(file_url).set(drivername="sqlite")
-    ((row,),) = query(place, "SELECT max(id) FROM secure_sessions")
-    assert run_sql(place, statement.format(row=row)) == 1
+    ((row,),) = query(file_url, "SELECT max(id) FROM secure_sessions")
+    assert run_sql(file_url, statement.format(row=row)) == 1
     # A session of unknown age is in every selection.
     selection = Selection(APP, 2**60 if "secure_sessions SET" in statement else None)
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
@@ -234,8 +233,7 @@ async def test_malformed_event_of_a_faulty_writer_is_not_copied(
             updated_at=at,
             source_etag="1",
         )
-    place = sa.make_url(file_url).set(drivername="sqlite")
-    ((row,),) = query(place, "SELECT max(id) FROM secure_sessions")
+    ((row,),) = query(file_url, "SELECT max(id) FROM secure_sessions")
     async with (
         EncryptedSource(Database(file_url, BACKEND)) as source,
         Database(f"sqlite:///{tmp_path}/target.db", BACKEND) as target,
@@ -268,9 +266,8 @@ async def test_state_that_has_outgrown_a_record_is_not_copied(
 
 async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(file_url: str) -> None:
     await fill(file_url)
-    place = sa.make_url(file_url).set(drivername="sqlite")
-    ((row,),) = query(place, "SELECT min(id) FROM secure_users")
-    run_sql(place, f"UPDATE secure_users SET version = 7 WHERE id = {row}")
+    ((row,),) = query(file_url, "SELECT min(id) FROM secure_users")
+    run_sql(file_url, f"UPDATE secure_users SET version = 7 WHERE id = {row}")
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
         found = await contents(source, Selection(APP))
         good = [key for key, one in found.items() if isinstance(one, SessionContent)]
@@ -286,8 +283,7 @@ async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(fil
 @pytest.mark.parametrize("column", ["app_name", "tag"])
 async def test_app_whose_name_or_tag_was_modified_has_no_state(file_url: str, column: str) -> None:
     await fill(file_url)
-    place = sa.make_url(file_url).set(drivername="sqlite")
-    run_sql(place, f"UPDATE secure_apps SET {column} = CAST('other' AS BLOB)")
+    run_sql(file_url, f"UPDATE secure_apps SET {column} = CAST('other' AS BLOB)")
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
         owners = await states(source)
         (name,) = [one for one in owners if isinstance(one, str)]

@@ -433,7 +433,7 @@ async def test_content_that_cannot_be_decrypted_is_reported(
     file_url: str, adk_file: str, statement: str
 ) -> None:
     await fill(file_url, sessions=1)
-    run_sql(sa.make_url(file_url).set(drivername="sqlite"), statement)
+    run_sql(file_url, statement)
     done = await export(file_url, adk_file, skip_bad=True)
     assert done.bad
     assert not done.stopped
@@ -619,8 +619,7 @@ def test_nothing_is_decrypted_without_the_word(file_url: str, tmp_path: Path) ->
 
 def test_problems_are_named_without_content(file_url: str, tmp_path: Path) -> None:
     asyncio.run(fill_with_needles(file_url))
-    place = sa.make_url(file_url).set(drivername="sqlite")
-    run_sql(place, "UPDATE secure_events SET event = x'00'")
+    run_sql(file_url, "UPDATE secure_events SET event = x'00'")
     output = ["--to", f"sqlite:///{tmp_path}/a.db", "--decrypt"]
     said = run("export", *on(file_url), *output)
     assert said.code == 1
@@ -694,9 +693,7 @@ def test_no_plaintext_is_written_to_an_encrypted_database(file_url: str, tmp_pat
 
 def test_export_that_stops_says_how_to_continue(file_url: str, tmp_path: Path) -> None:
     asyncio.run(fill(file_url))
-    run_sql(
-        sa.make_url(file_url).set(drivername="sqlite"), "UPDATE secure_events SET event = x'00'"
-    )
+    run_sql(file_url, "UPDATE secure_events SET event = x'00'")
     path = tmp_path / "a.jsonl"
     said = run("export", *on(file_url), "--jsonl", str(path), "--decrypt")
     advice = f"delete '{path}', and then run the same command again with --skip-bad"
