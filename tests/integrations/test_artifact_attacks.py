@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from google.genai import types
 
 from adk_secure_sessions import (
@@ -42,11 +41,6 @@ NEEDLES += (b"needle-type", b"needle-display")
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/s.db"
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> sa.URL:
-    return sa.URL.create("sqlite", database=f"{tmp_path}/s.db")
 
 
 @pytest.fixture
@@ -158,9 +152,9 @@ ROWS = {
 
 @pytest.mark.parametrize("change", ROWS.values(), ids=ROWS.keys())
 async def test_changed_rows_are_rejected(
-    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path, change: str
+    service: EncryptedArtifactService, url: str, blobs: Path, change: str
 ) -> None:
-    run_sql(place, change)
+    run_sql(url, change)
     # A read of the latest version does not read the first one.
     for version in (0,) if "seq = 0" in change and "DELETE" in change else (None, 0):
         with pytest.raises(DecryptionError):
@@ -179,7 +173,7 @@ async def test_no_repr_shows_a_key_or_an_id(service: EncryptedArtifactService) -
 
 
 async def test_no_traceback_shows_a_key_of_a_blob(
-    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path
+    service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         found = await sessions.collections.get(
@@ -199,7 +193,7 @@ async def test_no_traceback_shows_a_key_of_a_blob(
     with pytest.raises(ValueError, match="within") as out_of_range:
         await service.open_stream(**HERE, start=10**9)
     failures.append(out_of_range.value)
-    run_sql(place, "DELETE FROM secure_witnesses")
+    run_sql(url, "DELETE FROM secure_witnesses")
     for call in (service.save_artifact(**HERE, artifact=part("3")), load(url, blobs)):
         with pytest.raises(TamperedError) as rejected:
             await call
@@ -229,11 +223,11 @@ OLD_ROWS = {
 
 @pytest.mark.parametrize("attack", OLD_ROWS.values(), ids=OLD_ROWS.keys())
 async def test_old_row_of_a_reencrypted_content_is_rejected(
-    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path, attack: str
+    service: EncryptedArtifactService, url: str, blobs: Path, attack: str
 ) -> None:
     """The attacker has kept the old blob, and the data key is the same."""
     columns = "revision, updated_at, state"
-    ((revision, updated_at, state),) = query(place, f"SELECT {columns} FROM secure_sessions")
+    ((revision, updated_at, state),) = query(url, f"SELECT {columns} FROM secure_sessions")
     name = json.dumps(["artifact", HERE["session_id"], HERE["filename"]])
     async with Database(url, BACKEND) as db:
         collections = Collections(db.runner)
@@ -248,7 +242,7 @@ async def test_old_row_of_a_reencrypted_content_is_rejected(
             f"state = x'{state.hex()}'"
         )
     for statement in attack.split("; "):
-        run_sql(place, statement)
+        run_sql(url, statement)
     for version in (None, 2):
         with pytest.raises(DecryptionError):
             await load(url, blobs, version)
@@ -271,12 +265,12 @@ async def test_old_blob_in_the_place_of_the_reencrypted_one_is_rejected(
 
 
 async def test_artifacts_that_claim_2_to_the_63_items_do_not_stop_a_rotation(
-    service: EncryptedArtifactService, url: str, place: sa.URL, blobs: Path
+    service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:
     for name in ("second", "third", "fourth"):
         await service.save_artifact(**HERE | {"filename": name}, artifact=part("0"))
     tampered = "(SELECT id FROM secure_sessions WHERE base_revision = -2 ORDER BY id LIMIT 2)"
-    run_sql(place, f"UPDATE secure_sessions SET revision = {2**63 - 1} WHERE id IN {tampered}")
+    run_sql(url, f"UPDATE secure_sessions SET revision = {2**63 - 1} WHERE id IN {tampered}")
     async with Database(url, BACKEND) as db:
         done = await rotate_data_and_blobs(db, blobs)
     assert {problem.table for problem in done.problems} == {"secure_sessions"}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from google.genai import types
 
 from adk_secure_sessions import (
@@ -46,11 +45,6 @@ LARGE = bytes(range(256)) * 4 * 2**14  # 16 MiB: three objects
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/s.db"
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> sa.URL:
-    return sa.URL.create("sqlite", database=f"{tmp_path}/s.db")
 
 
 @pytest.fixture
@@ -182,13 +176,13 @@ async def test_every_content_gets_a_new_blob_and_a_new_key(
 
 
 async def test_dry_run_counts_and_changes_nothing(
-    service: EncryptedArtifactService, url: str, blobs: Path, place: sa.URL
+    service: EncryptedArtifactService, url: str, blobs: Path
 ) -> None:
     await save(service, 0, 1)
-    rows, stored = query(place, "SELECT * FROM secure_events"), files(blobs)
+    rows, stored = query(url, "SELECT * FROM secure_events"), files(blobs)
     done = await rotate(url, blobs, dry_run=True)
     assert (done.blobs, done.blob_bytes, done.bad) == (2, 32, 0)
-    assert (query(place, "SELECT * FROM secure_events"), files(blobs)) == (rows, stored)
+    assert (query(url, "SELECT * FROM secure_events"), files(blobs)) == (rows, stored)
     next(iter(stored)).unlink()
     done = await rotate(url, blobs, dry_run=True)
     assert (done.blobs, done.bad, done.bad_blobs) == (1, 1, 1)

@@ -1,7 +1,6 @@
 """A memory that is changed often is rewritten, so that it does not grow with each change."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,18 +96,17 @@ async def test_lost_answers_lose_and_double_nothing(file_url: str) -> None:
                 assert await found(ours(sessions), "cat") == [f"cat {n}"]
 
 
-async def test_failed_rewrite_changes_nothing(file_url: str, tmp_path: Path) -> None:
+async def test_failed_rewrite_changes_nothing(file_url: str) -> None:
     sessions, faults = with_faults(lambda: EncryptedSessionService(file_url, BACKEND))
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     async with sessions:
         memory = ours(sessions)
         while len(await items_of(sessions)) < 8:
             await note(memory, "fact", f"cat {len(await items_of(sessions))}")
-        before = {table: query(place, rows) for table, rows in ROWS.items()}
+        before = {table: query(file_url, rows) for table, rows in ROWS.items()}
         faults.data.after(Point.APPLY, DatabaseError("the disk is full"))
         with pytest.raises(DatabaseError):
             await note(memory, "fact", "dog")
-        assert {table: query(place, rows) for table, rows in ROWS.items()} == before
+        assert {table: query(file_url, rows) for table, rows in ROWS.items()} == before
         await note(memory, "fact", "dog")
         assert len(await items_of(sessions)) < 8
         assert await found(memory, "cat dog") == ["dog"]
@@ -145,15 +143,14 @@ async def test_two_processes_that_rewrite_lose_nothing(file_url: str) -> None:
     assert await is_complete(file_url)
 
 
-async def test_rows_from_before_a_rewrite_are_rejected(file_url: str, tmp_path: Path) -> None:
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
+async def test_rows_from_before_a_rewrite_are_rejected(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         memory = ours(sessions)
         for n in range(7):
             await note(memory, "fact", f"cat {n}")
-        old = {table: query(place, rows) for table, rows in ROWS.items()}
+        old = {table: query(file_url, rows) for table, rows in ROWS.items()}
         await note(memory, "fact", "cat 7")
-        new = {table: query(place, rows) for table, rows in ROWS.items()}
+        new = {table: query(file_url, rows) for table, rows in ROWS.items()}
         assert new["secure_sessions"][0][0] != old["secure_sessions"][0][0]
     own_tag = new["secure_sessions"][0][2]
     rejected = 0
@@ -162,21 +159,21 @@ async def test_rows_from_before_a_rewrite_are_rejected(file_url: str, tmp_path: 
             if row in new[table] or (table == "secure_witnesses" and row[0] != own_tag):
                 continue
             async with EncryptedSessionService(file_url, BACKEND) as sessions:
-                saved = query(place, f"SELECT * FROM {table}")
-                replace(place, table, row, new)
+                saved = query(file_url, f"SELECT * FROM {table}")
+                replace(file_url, table, row, new)
                 try:
                     assert await found(ours(sessions), "cat") == ["cat 7"]
                 except TamperedError:
                     rejected += 1
-                run_sql(place, f"DELETE FROM {table}")
+                run_sql(file_url, f"DELETE FROM {table}")
                 for one in saved:
-                    insert(place, table, one)
+                    insert(file_url, table, one)
     assert rejected >= 2 + 3, "the row, the witness, and the items in place of new ones"
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         assert await found(ours(sessions), "cat") == ["cat 7"]
 
 
-def replace(place: sa.URL, table: str, row: Any, new: Any) -> None:
+def replace(place: str, table: str, row: Any, new: Any) -> None:
     """Store *row* in place of the new row with the same tag or number."""
     if table == "secure_events":
         session_row = new["secure_sessions"][0][0]
@@ -188,6 +185,6 @@ def replace(place: sa.URL, table: str, row: Any, new: Any) -> None:
     insert(place, table, row)
 
 
-def insert(place: sa.URL, table: str, row: Any) -> None:
+def insert(place: str, table: str, row: Any) -> None:
     values = {f"c{n}": value for n, value in enumerate(row)}
     run_sql(place, f"INSERT INTO {table} VALUES (:{', :'.join(values)})", **values)

@@ -526,16 +526,15 @@ async def test_data_key_that_would_not_unwrap_again_is_not_replaced(
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after the keys were read"])
 async def test_record_under_a_data_key_that_cannot_be_unwrapped_is_bad(
-    file_url: str, tmp_path: Path, is_late: bool
+    file_url: str, is_late: bool
 ) -> None:
     await fill(file_url, users=["ada"])
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     db, faults = with_faults(lambda: Database(file_url, AES))
 
     async def plant() -> None:
         """Insert a data key of ada under a data master that does not exist."""
         run_sql(
-            place,
+            file_url,
             "INSERT INTO secure_data_keys (id, owner, generation, backend_id, created_at, wrapped) "
             "SELECT 777, tag, 99, :b, 1, :w FROM secure_users",
             b=AES.backend_id,
@@ -543,7 +542,7 @@ async def test_record_under_a_data_key_that_cannot_be_unwrapped_is_bad(
         )
 
     run_sql(
-        place,
+        file_url,
         "UPDATE secure_events SET event = CAST(:h || substr(event, 14) AS BLOB) "
         "WHERE seq = 1 AND session_row = "
         "(SELECT min(session_row) FROM secure_events)",
@@ -634,25 +633,24 @@ async def test_rows_that_were_hidden_from_retire_can_be_read_when_they_are_back(
         await assert_whole(url, AES)
 
 
-async def test_data_key_whose_header_was_modified_keeps_its_master(
-    tmp_path: Path, file_url: str
-) -> None:
+async def test_data_key_whose_header_was_modified_keeps_its_master(file_url: str) -> None:
     await filled(file_url)
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/sessions.db")
     async with Database(file_url, AES) as db:
-        run_sql(place, "CREATE TABLE original AS SELECT * FROM secure_data_keys")
+        run_sql(file_url, "CREATE TABLE original AS SELECT * FROM secure_data_keys")
         await rotate_master(db)
         ((header,),) = query(
-            place, "SELECT substr(wrapped, 1, 13) FROM secure_data_keys ORDER BY id LIMIT 1"
+            file_url, "SELECT substr(wrapped, 1, 13) FROM secure_data_keys ORDER BY id LIMIT 1"
         )
-        run_sql(place, "DELETE FROM secure_data_keys")
-        run_sql(place, "INSERT INTO secure_data_keys SELECT * FROM original")  # not rotated
-        run_sql(place, "UPDATE secure_data_keys SET wrapped = :h || substr(wrapped, 14)", h=header)
+        run_sql(file_url, "DELETE FROM secure_data_keys")
+        run_sql(file_url, "INSERT INTO secure_data_keys SELECT * FROM original")  # not rotated
+        run_sql(
+            file_url, "UPDATE secure_data_keys SET wrapped = :h || substr(wrapped, 14)", h=header
+        )
         with contextlib.suppress(TamperedError):
             assert (await retire(db)).master_ids == ()
-        run_sql(place, "DELETE FROM secure_data_keys")
-        run_sql(place, "INSERT INTO secure_data_keys SELECT * FROM original")
-        run_sql(place, "DROP TABLE original")
+        run_sql(file_url, "DELETE FROM secure_data_keys")
+        run_sql(file_url, "INSERT INTO secure_data_keys SELECT * FROM original")
+        run_sql(file_url, "DROP TABLE original")
     await assert_whole(file_url, AES)
 
 
