@@ -114,7 +114,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
     await fill(url, users=["ada"], sessions=1)
     async with Database(url, BACKEND) as db:
         db.limits = StatementLimits(lock_wait=0)
-        values = [wrapped_of(sa.URL.create("sqlite", database=str(path)))]
+        values = [wrapped_of(url)]
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM secure_events").fetchone()
@@ -143,7 +143,7 @@ def files_with(server: Server, value: bytes) -> set[str]:
     return names
 
 
-def wrapped_of(place: sa.URL) -> bytes:
+def wrapped_of(place: sa.URL | str) -> bytes:
     ((wrapped,),) = query(
         place,
         "SELECT wrapped FROM secure_data_keys WHERE owner IN (SELECT tag FROM secure_users)",

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -24,6 +23,7 @@ from tests.maintenance.support import (
     Killed,
     assert_whole,
     content,
+    engine_of,
     event,
     fill,
     query,
@@ -37,10 +37,6 @@ BIG = "x" * 20_000
 def reads_wrapped_keys(step: Any, rows: Any) -> bool:
     # The search for keys from the future, which comes before the first change, also reads them.
     return "wrapped" in (query := str(step.query)) and "created_at >=" not in query
-
-
-def place_of(file: Path) -> sa.URL:
-    return sa.URL.create("sqlite", database=str(file))
 
 
 def url_of(file: Path) -> str:
@@ -71,7 +67,7 @@ async def content_of(file: Path) -> dict[tuple[str, str], str]:
 async def assert_separated(original: Path, copy: Path, before: dict[tuple[str, str], str]) -> None:
     assert await content_of(copy) == await content_of(original) == before
     await assert_whole(url_of(copy))
-    ours, theirs = place_of(copy), place_of(original)
+    ours, theirs = url_of(copy), url_of(original)
     for column, table in (("id", "secure_data_keys"), ("wrapped", "secure_keyring")):
         statement = f"SELECT {column} FROM {table}"
         assert not set(query(ours, statement)) & set(query(theirs, statement))
@@ -99,7 +95,7 @@ async def test_rows_of_the_original_are_rejected_in_the_copy(
     for table in metadata.tables.keys() - {"secure_meta"}:
         mixed = Path(shutil.copy(copy, tmp_path / f"{table}.db"))
         where = "seq = 1" if table == "secure_events" else "1"
-        with sa.create_engine(place_of(mixed)).begin() as connection:
+        with engine_of(url_of(mixed)).begin() as connection:
             connection.exec_driver_sql(f"ATTACH '{original}' AS original")
             connection.exec_driver_sql(f"DELETE FROM main.{table} WHERE {where}")
             connection.exec_driver_sql(
@@ -123,7 +119,7 @@ async def test_separation_that_was_killed_is_continued_and_no_service_starts_mea
             await separate(db)
     if not plan.happened:
         pytest.skip("the command ends with fewer transactions")
-    state = dict(query(place_of(copy), "SELECT name, value FROM secure_meta"))
+    state = dict(query(url_of(copy), "SELECT name, value FROM secure_meta"))
     if "separation" in state:
         async with EncryptedSessionService(url_of(copy), AES) as service:
             with pytest.raises(ConfigurationError, match="separate"):
@@ -158,7 +154,7 @@ async def test_modified_state_of_a_separation_is_rejected(copy: Path, statement:
     async with db:
         with pytest.raises(Killed):
             await separate(db)
-    run_sql(place_of(copy), statement)
+    run_sql(url_of(copy), statement)
     async with Database(url_of(copy), AES) as db:
         with pytest.raises((WrongKeyError, ConfigurationError)):
             await separate(db)
@@ -171,7 +167,7 @@ async def test_separation_does_not_end_while_a_data_key_of_the_original_is_store
     copy: Path,
 ) -> None:
     """Its owner's rows were removed before: the original's rows of that owner need it."""
-    place = place_of(copy)
+    place = url_of(copy)
     ((bob, tag),) = query(place, "SELECT id, tag FROM secure_users ORDER BY id LIMIT 1 OFFSET 1")
     of_bob = f"SELECT id FROM secure_sessions WHERE user_row = {bob}"
     tags = f"SELECT tag FROM secure_sessions WHERE user_row = {bob}"
@@ -193,7 +189,7 @@ async def test_separation_does_not_end_while_a_data_key_of_the_original_is_store
 
 
 async def test_all_old_keys_that_are_left_are_counted(copy: Path) -> None:
-    place, statement = place_of(copy), "SELECT id FROM secure_data_keys"
+    place, statement = url_of(copy), "SELECT id FROM secure_data_keys"
     old = len(query(place, statement))
     run_sql(place, "UPDATE secure_events SET event = event || X'00' WHERE seq = 1")
     async with Database(url_of(copy), AES) as db:
@@ -211,7 +207,7 @@ async def test_state_of_an_ended_separation_that_was_inserted_again_begins_a_new
     async with db:
         with pytest.raises(Killed):
             await separate(db)
-    place = place_of(copy)
+    place = url_of(copy)
     names = "name IN ('features', 'separation')"
     replayed = query(place, f"SELECT name, value FROM secure_meta WHERE {names}")
     async with Database(url_of(copy), AES) as db:
