@@ -37,11 +37,7 @@ VALUE = "0123456789abcdef" * 2
 ROWS = "SELECT session_row, seq, time, event FROM secure_events ORDER BY seq"
 
 
-def stored_in(directory: Path) -> sa.URL:
-    return sa.URL.create("sqlite", database=f"{directory}/sessions.db")
-
-
-async def fill_and_forget(url: str, place: sa.URL) -> tuple[list[Any], list[Any]]:
+async def fill_and_forget(url: str, place: sa.URL | str) -> tuple[list[Any], list[Any]]:
     """Six items: an empty one, four that add, and a tombstone of the second of the four.
 
     Return their rows before and after the deletion.
@@ -118,7 +114,7 @@ async def test_replay_of_a_deleted_entry_is_rejected(url: str, place: sa.URL) ->
             await found(warm, "cat")
 
 
-def put(place: sa.URL, row: Any) -> None:
+def put(place: sa.URL | str, row: Any) -> None:
     values = dict(zip(("row", "seq", "time", "event"), row, strict=True))
     where = "WHERE session_row = :row AND seq = :seq"
     assert run_sql(place, f"UPDATE secure_events SET event = :event {where}", **values) in (0, 1)
@@ -127,21 +123,19 @@ def put(place: sa.URL, row: Any) -> None:
 @pytest.mark.parametrize(
     "seq", [0, 2, 5, *(pytest.param(seq, marks=pytest.mark.soak) for seq in (1, 3, 4))]
 )
-async def test_removal_of_any_item_is_rejected(file_url: str, tmp_path: Path, seq: int) -> None:
-    await fill_and_forget(file_url, stored_in(tmp_path))
-    assert run_sql(stored_in(tmp_path), f"DELETE FROM secure_events WHERE seq = {seq}") == 1
+async def test_removal_of_any_item_is_rejected(file_url: str, seq: int) -> None:
+    await fill_and_forget(file_url, file_url)
+    assert run_sql(file_url, f"DELETE FROM secure_events WHERE seq = {seq}") == 1
     await every_call_is_rejected(file_url)
 
 
 @pytest.mark.parametrize(
     "seq", [0, 3, *(pytest.param(seq, marks=pytest.mark.soak) for seq in (1, 2, 4))]
 )
-async def test_exchange_of_any_two_items_is_rejected(
-    file_url: str, tmp_path: Path, seq: int
-) -> None:
-    _, rows = await fill_and_forget(file_url, stored_in(tmp_path))
-    put(stored_in(tmp_path), (*rows[seq][:3], rows[seq + 1][3]))
-    put(stored_in(tmp_path), (*rows[seq + 1][:3], rows[seq][3]))
+async def test_exchange_of_any_two_items_is_rejected(file_url: str, seq: int) -> None:
+    _, rows = await fill_and_forget(file_url, file_url)
+    put(file_url, (*rows[seq][:3], rows[seq + 1][3]))
+    put(file_url, (*rows[seq + 1][:3], rows[seq][3]))
     await every_call_is_rejected(file_url)
 
 
@@ -149,13 +143,11 @@ async def forget_another_in_a_copy(
     directory: Path, url: str, forgotten: str, other: str
 ) -> list[tuple[Any, ...]]:
     """Delete *forgotten* from the database and *other* from a copy; return the copy's rows."""
-    copy = directory / "copy"
-    copy.mkdir()
-    shutil.copy(directory / "sessions.db", copy / "sessions.db")
-    for one, event_id in ((url, forgotten), (f"sqlite+aiosqlite:///{copy}/sessions.db", other)):
+    copy = f"sqlite+aiosqlite:///{shutil.copy(directory / 'sessions.db', directory / 'copy.db')}"
+    for one, event_id in ((url, forgotten), (copy, other)):
         async with EncryptedSessionService(one, BACKEND) as sessions:
             await forget(ours(sessions), event_id)
-    return query(stored_in(copy), ROWS)
+    return query(copy, ROWS)
 
 
 async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path: Path) -> None:
@@ -165,34 +157,32 @@ async def test_tombstone_of_another_deletion_is_rejected(file_url: str, tmp_path
         await add(ours(sessions), events[0])
         await add(ours(sessions), *events)
     rows = await forget_another_in_a_copy(tmp_path, file_url, events[0].id, events[1].id)
-    put(stored_in(tmp_path), rows[-1])
+    put(file_url, rows[-1])
     await every_call_is_rejected(file_url)
 
 
 async def test_replaced_item_of_another_copy_is_rejected(file_url: str, tmp_path: Path) -> None:
     """Both copies have deleted an entry of the same item, with the same number of writes."""
-    place = stored_in(tmp_path)
     events = [text_event(f"cat {n}") for n in range(3)]
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), *events)  # one item
     rows = await forget_another_in_a_copy(tmp_path, file_url, events[1].id, events[0].id)
-    own = query(place, ROWS)
-    put(place, rows[1])
+    own = query(file_url, ROWS)
+    put(file_url, rows[1])
     await every_call_is_rejected(file_url)
-    put(place, own[1])
+    put(file_url, own[1])
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         assert await found(ours(sessions), "cat") == ["cat 0", "cat 2"]
 
 
-async def test_rollback_of_the_collection_row_is_rejected(file_url: str, tmp_path: Path) -> None:
-    place = stored_in(tmp_path)
+async def test_rollback_of_the_collection_row_is_rejected(file_url: str) -> None:
     columns = "SELECT revision, updated_at, state FROM secure_sessions"
     async with EncryptedSessionService(file_url, BACKEND) as sessions:
         await add(ours(sessions), text_event("cat"))
-        [(revision, updated_at, state)] = query(place, columns)
+        [(revision, updated_at, state)] = query(file_url, columns)
         await add(ours(sessions), text_event("cat"))
     change = "UPDATE secure_sessions SET revision = :r, updated_at = :u, state = :s"
-    run_sql(place, change, r=revision, u=updated_at, s=state)
+    run_sql(file_url, change, r=revision, u=updated_at, s=state)
     await every_call_is_rejected(file_url)
 
 
