@@ -59,11 +59,6 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def file_url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/sessions.db"
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "artifacts"
 
