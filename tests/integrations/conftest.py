@@ -1,5 +1,6 @@
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,9 @@ def server(s3_server: s3.Server, no_settings_of_stores: None) -> s3.Server:
     """S3 by moto, empty."""
     s3_server.clear()
     return s3_server
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Path:
+    """A directory for the contents of artifacts, which does not exist yet."""
+    return tmp_path / "blobs"

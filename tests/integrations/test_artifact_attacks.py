@@ -43,11 +43,6 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/s.db"
 
 
-@pytest.fixture
-def blobs(tmp_path: Path) -> Path:
-    return tmp_path / "blobs"
-
-
 def part(text: str) -> types.Part:
     data = f"needle-content {text} ".encode() * 9000
     return types.Part(

@@ -39,11 +39,6 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/s.db"
 
 
-@pytest.fixture
-def blobs(tmp_path: Path) -> Path:
-    return tmp_path / "blobs"
-
-
 async def fill(url: str, blobs: Path) -> None:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         service = EncryptedArtifactService(sessions, blobs)

@@ -48,11 +48,6 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def blobs(tmp_path: Path) -> Path:
-    return tmp_path / "blobs"
-
-
-@pytest.fixture
 async def sessions(url: str) -> AsyncIterator[EncryptedSessionService]:
     async with EncryptedSessionService(url, BACKEND) as sessions:
         yield sessions
