@@ -164,8 +164,7 @@ CHANGES: dict[str, tuple[sa.Executable, dict[str, Any], dict[str, Any]]] = {
         sql.UPDATE_SNAPSHOT, {"at_id": 3, "at_revision": 0}, {"revision": 1, "state": b"next"}
     ),
     "session": (sql.UPDATE_SESSION, prefixed("at", SESSION_COLUMNS), NEXT),
-    "session's deletion": (sql.DELETE_SESSION, {"at_id": 3, "at_revision": 1}, {}),
-    "cached session's deletion": (sql.DELETE_CACHED_SESSION, prefixed("at", SESSION_COLUMNS), {}),
+    "session's deletion": (sql.DELETE_SESSION, prefixed("at", SESSION_COLUMNS), {}),
     "session of cached owners": (sql.INSERT_SESSION_OF_CACHED, OF_CACHED, NEW_SESSION),
     "session of a user": (sql.INSERT_SESSION_OF_USER, OF_USER, NEW_SESSION),
 }  # fmt: skip

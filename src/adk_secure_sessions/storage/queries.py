@@ -524,6 +524,8 @@ UPDATE_USER = _update(users, _equal(users, "at", *_OWNER_AT), "version", "state"
 UPDATE_WITNESS = _update(witnesses, _equal(witnesses, "at", "tag", "number"), "number", "seal")
 # These three match the stored row only if all its columns are as this process has read or written
 # them.  Therefore, a row that was tampered with is not overwritten, and the next read rejects it.
+# Without this condition, DELETE_EVENTS might not see an event that another process has appended:
+# PostgreSQL runs both deletions in one statement.
 _SESSION_AT = _equal(sessions, "at")
 CHANGED_BY_APPEND = ("revision", "base_revision", "updated_at", "expires_at", "state")
 get_changed: Callable[[SessionRow], Any] = attrgetter(*CHANGED_BY_APPEND)
@@ -531,17 +533,12 @@ UPDATE_SESSION = _update(sessions, _SESSION_AT, *CHANGED_BY_APPEND)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
 REPLACE_SESSION = _update(sessions, _SESSION_AT, "id", "created_at", *CHANGED_BY_APPEND)
-DELETE_CACHED_SESSION = sa.delete(sessions).where(*_SESSION_AT)
+DELETE_SESSION = sa.delete(sessions).where(*_SESSION_AT)
 UPDATE_SNAPSHOT = _update(
     snapshots,
     [snapshots.c.session_row == _AT_ID, snapshots.c.revision == sa.bindparam("at_revision")],
     "revision",
     "state",
-)
-# Matches only the revision that was read.  If another process has appended an event since then,
-# DELETE_EVENTS might not see the event, because PostgreSQL runs both deletions in one statement.
-DELETE_SESSION = sa.delete(sessions).where(
-    sessions.c.id == _AT_ID, sessions.c.revision == sa.bindparam("at_revision")
 )
 DELETE_SNAPSHOT = sa.delete(snapshots).where(snapshots.c.session_row == _AT_ID)
 DELETE_EVENTS = sa.delete(events).where(events.c.session_row == _AT_ID)

@@ -566,9 +566,7 @@ class DeleteSession(Write[bool | None]):
         tag = attempt.identity.session_tag
         cached = attempt.cache.verified_session(tag) if attempt.may_skip_read else None
         if cached and self.condition is None:
-            row = Change(sql.DELETE_CACHED_SESSION, parameters(cached.row, "at_"))
-            self._sent_results[cached.row.id] = True
-            if not (yield Apply([row, *_deletions(attempt, cached)])):
+            if not (yield Apply(self._changes(attempt, cached))):
                 raise CacheMiss
             return True
         rows = yield from read_rows(attempt)
@@ -579,21 +577,18 @@ class DeleteSession(Write[bool | None]):
             return None
         if self.condition is not None and not self.condition(session):
             return False
-        self._sent_results[session.row.id] = True
-        row = Change(
-            sql.DELETE_SESSION, {"at_id": session.row.id, "at_revision": session.row.revision}
-        )
-        yield from apply_changes([row, *_deletions(attempt, session)])
+        yield from apply_changes(self._changes(attempt, session))
         return True
 
-
-def _deletions(attempt: Attempt, session: StoredSession) -> Changes:
-    """Return the changes to make after deleting the session's row: a concurrent append waits for
-    the lock of that row, then finds no row, and adds no event.
-    """
-    attempt.call_after_commit(partial(attempt.cache.forget_session, session.row.tag))
-    witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
-    return [witness, *_deletions_by_id(attempt, session)]
+    def _changes(self, attempt: Attempt, session: StoredSession) -> Changes:
+        """Return the changes that delete *session*, beginning with its row: a concurrent append
+        waits for the lock of that row, then finds no row, and adds no event.
+        """
+        self._sent_results[session.row.id] = True
+        attempt.call_after_commit(partial(attempt.cache.forget_session, session.row.tag))
+        row = Change(sql.DELETE_SESSION, parameters(session.row, "at_"))
+        witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
+        return [row, witness, *_deletions_by_id(attempt, session)]
 
 
 def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
