@@ -124,9 +124,7 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
         rows = await attempt.read(executors, sql.SESSION_WITH_ALL_EVENTS)
         attempt = attempt._replace(cache=RowCache(0))
         if self.checks_owners:
-            app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
-            if user:
-                sealed_rows.require_app(app, user)
+            _, user = sealed_rows.open_owners(attempt, rows)
         else:
             # Decrypting the session authenticates the user id, and the row id of its user.
             user = rows.user and Owner(rows.user, self.identity.user_id, b"{}")
@@ -190,8 +188,8 @@ class EnsureOwners(Write[TransactionKeys]):
 
     async def execute(self, attempt: Attempt, executors: Executors) -> TransactionKeys:
         rows = await attempt.read(executors, sql.OWNERS)
-        app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
-        if app and user and user.app_row == app.row.id:
+        app, user = sealed_rows.open_owners(attempt, rows)
+        if app and user:
             keys = attempt.keys
             if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
                 attempt.run_after_commit()
@@ -200,8 +198,7 @@ class EnsureOwners(Write[TransactionKeys]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[TransactionKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows)
+        app, user = sealed_rows.open_owners(attempt, rows)
         app = owners.ensure_app(app, {}, needs_key=True)
         owners.ensure_user(user, app.row.id, {}, None)
         if owners.changes:
@@ -223,6 +220,5 @@ class UseKeys(StorageOperation[T]):
         is_current = attempt.key_source is not KeySource.CACHE
         if is_current:
             rows = await attempt.read(executors, sql.OWNERS)
-            sealed_rows.open_app(attempt, rows)
-            sealed_rows.open_user(attempt, rows)
+            sealed_rows.open_owners(attempt, rows)
         return await self.work(attempt.keys, is_current)

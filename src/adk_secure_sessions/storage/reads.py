@@ -87,15 +87,13 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: CachedEvents | None = None
     ) -> tuple[SessionView, list[E]] | None:
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows)
+        app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
-        if session is None or user is None:
+        if session is None or user is None or app is None:
             return None
         if session.has_expired and not self.finds_expired:
             attempt.cache.events.drop(session.row.tag)
             return None
-        app = sealed_rows.require_app(app, user)
         view = SessionView(session, user.user_id, app.state, user.state)
         if not self.caches:
             return view, await self.decoded_events(attempt, rows, session)
@@ -247,12 +245,11 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         else:
             query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
         rows = await attempt.read(executors, query, first=first, last=last, limit=limit + 1)
-        app, user = sealed_rows.open_app(attempt, rows), sealed_rows.open_user(attempt, rows)
+        _, user = sealed_rows.open_owners(attempt, rows)
         has_snapshot = query is sql.SESSION_WITH_LAST_EVENTS
         session = sealed_rows.open_session(attempt, rows, user, with_snapshot=has_snapshot)
-        if session is None or user is None or session.has_expired:
+        if session is None or session.has_expired:
             return None
-        sealed_rows.require_app(app, user)
         if position and position.session_row != session.row.id:
             return None
         last = min(last, session.row.revision - 1)
@@ -498,6 +495,5 @@ class GetStates(StorageOperation[tuple[bytes, bytes]]):
 
     async def execute(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
         rows = await attempt.read(executors, sql.OWNERS)
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows)
+        app, user = sealed_rows.open_owners(attempt, rows)
         return app.state if app else b"{}", user.state if user else b"{}"

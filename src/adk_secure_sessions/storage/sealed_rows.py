@@ -103,6 +103,12 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     return owner
 
 
+def open_owners(attempt: Attempt, rows: QueryRows) -> tuple[Owner | None, Owner | None]:
+    """Return the app and the user, or None for one that is not stored; see `require_app`."""
+    app, user = open_app(attempt, rows), open_user(attempt, rows)
+    return (require_app(app, user) if user else app), user
+
+
 def require_app(app: Owner | None, user: Owner) -> Owner:
     """Return *app*; raise TamperedError if it is not the app that the user's row refers to."""
     if app is None or app.row.id != user.app_row:

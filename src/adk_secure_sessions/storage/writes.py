@@ -37,7 +37,6 @@ from adk_secure_sessions.storage.schema import (
     COLLECTION,
     NEVER,
     NO_SNAPSHOT,
-    USERS,
     AppRow,
     Owner,
     SessionRow,
@@ -90,14 +89,6 @@ def _witness_change(old: int, new: WitnessRow) -> Change:
     return Change(sql.UPDATE_WITNESS, values)
 
 
-def check_app_row(user: Owner, app_row: int) -> None:
-    """Raise TamperedError if *app_row* is not the row id of the user's app."""
-    if user.app_row != app_row:
-        raise TamperedError(
-            "it belongs to another app's row", Reason.WRONG_OWNER, USERS.name, user.row.id
-        )
-
-
 class OwnerChanges:
     """The *changes* of apps and users that one attempt makes, in the order to apply them."""
 
@@ -136,7 +127,6 @@ class OwnerChanges:
             row_id = index_rows.row_of_user(user.row.id)
             self.changes += index_rows.insertion_changes(row_id, entries)
             return user
-        check_app_row(user, app_row)
         changed = self._changed(user, delta, *([session.state] if session else ()))
         if delta:
             self._index(user, delta, {})
@@ -344,8 +334,7 @@ class CreateSession(Write[SessionView]):
         if may_skip_read and (cached := cached_owners(attempt)):
             return (yield from self._create_from_cache(attempt, cached))
         rows = yield from read_rows(attempt)
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows)
+        app, user = sealed_rows.open_owners(attempt, rows)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
         if stored and stored.row.id not in self._sent_results:

@@ -58,7 +58,6 @@ from adk_secure_sessions.storage.writes import (
     OwnerChanges,
     Write,
     cached_owners,
-    check_app_row,
     insert_if_unchanged,
     read_rows,
     replacement_changes,
@@ -265,8 +264,7 @@ class ImportSession(_Import[ImportStatus]):
         if attempt.may_skip_read and not self.replace and (cached := cached_owners(attempt)):
             return (yield from self._import_from_cache(attempt, cached))
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows)
+        app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
         of_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
@@ -389,8 +387,10 @@ class ImportState(_Import[ImportStatus]):
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
         rows = yield from read_rows(attempt, sql.IMPORTED_OWNERS)
-        app = sealed_rows.open_app(attempt, rows)
-        user = sealed_rows.open_user(attempt, rows) if self.of_user else None
+        if self.of_user:
+            app, user = sealed_rows.open_owners(attempt, rows)
+        else:
+            app, user = sealed_rows.open_app(attempt, rows), None
         owner = user if self.of_user else app
         row = self.macs.checked_with_tag(rows, self._tag)
         if row and (row.is_tombstone or owner is None):
@@ -419,7 +419,6 @@ class ImportState(_Import[ImportStatus]):
         if self.of_user:
             if user is None:
                 return owners.ensure_user(None, app.row.id, load_state(self._state), None)
-            check_app_row(user, app.row.id)
             owner = user
         if self._source_of(owner) == self.source:
             return owner
