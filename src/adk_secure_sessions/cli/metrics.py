@@ -110,7 +110,6 @@ def writing_metrics() -> Iterator[Run]:
     succeeded = False
     try:
         yield run
-        succeeded = True
     except SystemExit as end:
         succeeded = not end.code
         raise
