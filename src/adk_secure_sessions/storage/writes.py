@@ -279,10 +279,8 @@ class Write(StorageOperation[T]):
     audited_as: ClassVar[str]
 
     locks_rows: bool = field(default=False, init=False)
-    lock_queries: ClassVar[Sequence[sa.Executable]] = (
-        sql.LOCK_SESSION,
-        sql.LOCK_APP,
-        sql.LOCK_USER,
+    lock_queries: Sequence[sa.Executable] = field(
+        default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False
     )
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next

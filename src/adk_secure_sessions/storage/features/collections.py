@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -250,7 +250,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    lock_queries: ClassVar[Sequence[sa.Executable]] = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     expected: SessionVersion
     items: Sequence[bytes]

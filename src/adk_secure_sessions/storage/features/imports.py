@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -243,7 +243,7 @@ class ImportSession(_Import[ImportStatus]):
     """
 
     # Not the app: long imports would wait for each other.
-    lock_queries: ClassVar[Sequence[sa.Executable]] = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     state: bytes
     events: Sequence[SourceEvent]
@@ -257,7 +257,7 @@ class ImportSession(_Import[ImportStatus]):
         self._groups = list(
             grouped(self.events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
         )
-        self.locks_rows: bool = len(self._groups) > 1
+        self.locks_rows = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:

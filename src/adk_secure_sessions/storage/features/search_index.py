@@ -4,8 +4,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
@@ -205,9 +203,8 @@ class CorrectIndexed(Write[int]):
     keys: Collection[bytes]
     of_user: bool
 
-    @property
-    def lock_queries(self) -> tuple[sa.Executable]:  # type: ignore[override]
-        return (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
+    def __post_init__(self) -> None:
+        self.lock_queries = (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
