@@ -192,7 +192,7 @@ class EnsureOwners(Write[TransactionKeys]):
         if app and user:
             keys = attempt.keys
             if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
-                attempt.run_after_commit()
+                attempt.run_on_commit()
                 return keys
         return await super().execute(attempt, executors)
 

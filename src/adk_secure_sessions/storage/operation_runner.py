@@ -230,7 +230,7 @@ _WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DAT
 class Attempt(NamedTuple):
     """One attempt at an operation on the rows of *identity*.
 
-    *after_commit* is None for a read.  For a write, it collects functions that cache the rows which
+    *on_commit* is None for a read.  For a write, it collects functions that cache the rows which
     the write has read or written; they are called after the commit.  On SQLite, one transaction
     contains several writes, and a write reads rows that earlier writes of the transaction have
     changed.  If such a row were cached before the commit, a concurrent read would find an older
@@ -244,7 +244,7 @@ class Attempt(NamedTuple):
     may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
     sequence_at_start: int = 0  # `cache.sequence` at the start: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
-    after_commit: list[Callable[[], None]] | None = None
+    on_commit: list[Callable[[], None]] | None = None
     keys_are_complete: bool = True  # reading the data keys again would find no missing one
     may_reread_keyring: bool = False  # the keyring may be read again if a data master is missing
 
@@ -253,20 +253,20 @@ class Attempt(NamedTuple):
         """Whether another attempt would raise UnknownKeyError again."""
         return self.keys_are_complete and not (self.keys.lacks_master and self.may_reread_keyring)
 
-    def call_after_commit(self, call: Callable[[], None]) -> None:
+    def call_on_commit(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
-        if self.after_commit is None:
+        if self.on_commit is None:
             call()
         else:
-            self.after_commit.append(call)
+            self.on_commit.append(call)
 
     def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
         """After the commit, cache *session*, whose row this write stores."""
-        self.call_after_commit(partial(self.cache.put_session, session, witness, is_verified=True))
+        self.call_on_commit(partial(self.cache.put_session, session, witness, is_verified=True))
 
-    def run_after_commit(self) -> None:
+    def run_on_commit(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
-        for call in self.after_commit or ():
+        for call in self.on_commit or ():
             call()
         for row in self.keys.new_rows:
             _record_data_key(self.keys.keyring, row)
@@ -495,7 +495,7 @@ class OperationRunner:
                 may_skip_read,
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries is not None and retries.locks_rows,
-                after_commit=[] if operation.writes else None,
+                on_commit=[] if operation.writes else None,
                 keys_are_complete=step == len(sources) - 1,
                 may_reread_keyring=rereads < _REREADS,
             )

@@ -97,8 +97,8 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
-        attempt.call_after_commit(partial(attempt.cache.put_owner, witness, owner))
-    if attempt.after_commit is not None or attempt.key_source is not KeySource.CACHE:
+        attempt.call_on_commit(partial(attempt.cache.put_owner, witness, owner))
+    if attempt.on_commit is not None or attempt.key_source is not KeySource.CACHE:
         attempt.keys.choose_current(row.tag, owner.key_ids)  # a write, or new keys for the cache
     return owner
 
@@ -173,7 +173,7 @@ def open_session_row(
         _reject_older(attempt, cached, row.id, row.revision)
     is_verified = not row.revision or bool(unchanged and unchanged.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
-    attempt.call_after_commit(put)
+    attempt.call_on_commit(put)
     return session
 
 
@@ -301,7 +301,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
         return
     if last != session.head:
         raise other_history().located(SESSIONS.name, session.row.id)
-    attempt.call_after_commit(partial(attempt.cache.set_last_event_verified, session))
+    attempt.call_on_commit(partial(attempt.cache.set_last_event_verified, session))
 
 
 def other_history() -> TamperedError:

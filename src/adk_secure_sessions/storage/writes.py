@@ -200,7 +200,7 @@ class OwnerChanges:
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
         witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
-        self._attempt.call_after_commit(partial(self._attempt.cache.put_owner, witness, owner))
+        self._attempt.call_on_commit(partial(self._attempt.cache.put_owner, witness, owner))
         return owner, witness
 
     def _ensure_first_key(self, owner_tag: bytes) -> None:
@@ -296,7 +296,7 @@ class Write(StorageOperation[T]):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
         try:
-            return await run(transaction, attempt.run_after_commit, in_one_transaction=locks)
+            return await run(transaction, attempt.run_on_commit, in_one_transaction=locks)
         except CacheMiss:
             self._sent_results.clear()  # only the first attempt uses cached rows
             raise
@@ -434,7 +434,7 @@ class AppendEvent(Write[StoredSession]):
     """Append an event, apply its state changes, and return the updated session.
 
     Raise MissingSession if the session does not exist or has expired, and StaleRevision if it is
-    not as *expected*.  *on_stored* is called with the updated session after the commit, also if
+    not as *expected*.  *on_commit* is called with the updated session after the commit, also if
     the caller was cancelled while the transaction ran.
     """
 
@@ -442,7 +442,7 @@ class AppendEvent(Write[StoredSession]):
 
     expected: SessionVersion
     event: NewEvent
-    on_stored: Callable[[StoredSession], None] = lambda session: None
+    on_commit: Callable[[StoredSession], None] = lambda session: None
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
@@ -524,7 +524,7 @@ class AppendEvent(Write[StoredSession]):
         changes.append(Change(sql.INSERT_EVENT, parameters(event_row)))
         self._sent_results[event_row.event] = new
         attempt.cache_session(new)
-        attempt.call_after_commit(partial(self.on_stored, new))
+        attempt.call_on_commit(partial(self.on_commit, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
@@ -534,7 +534,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._sent_results.get(row[EVENT_RECORD])
                 if session:
-                    attempt.call_after_commit(partial(self.on_stored, session))
+                    attempt.call_on_commit(partial(self.on_commit, session))
                     return session
         raise StaleRevision
 
@@ -572,7 +572,7 @@ class DeleteSession(Write[bool | None]):
         waits for the lock of that row, then finds no row, and adds no event.
         """
         self._sent_results[session.row.id] = True
-        attempt.call_after_commit(partial(attempt.cache.forget_session, session.row.tag))
+        attempt.call_on_commit(partial(attempt.cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
         return [row, witness, *_deletions_by_id(attempt, session)]
