@@ -336,7 +336,7 @@ class IndexedRow(NamedTuple):
     value_tag: bytes
 
 
-def parameters(row: tuple[Any, ...], prefix: str = "") -> dict[str, object]:
+def as_parameters(row: tuple[Any, ...], prefix: str = "") -> dict[str, object]:
     """Return a stored *row* as statement parameters: *prefix* and the names of its columns."""
     return dict(zip(_names(type(row), prefix), row, strict=True))
 

@@ -45,8 +45,8 @@ from adk_secure_sessions.storage.schema import (
     StoredSession,
     UserRow,
     WitnessRow,
+    as_parameters,
     new_row_id,
-    parameters,
 )
 
 T = TypeVar("T")
@@ -178,8 +178,8 @@ class OwnerChanges:
         row = row._replace(id=new_row_id())
         owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
-        self.changes.append(Change(insert, parameters(owner.row)))
-        self.changes.append(Change(sql.INSERT_WITNESS, parameters(witness)))
+        self.changes.append(Change(insert, as_parameters(owner.row)))
+        self.changes.append(Change(sql.INSERT_WITNESS, as_parameters(witness)))
         return owner
 
     def _update(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
@@ -343,7 +343,7 @@ class CreateSession(Write[SessionView]):
         app = owners.ensure_app(app, self.app_delta)
         changed = owners.ensure_user(user, app.row.id, self.user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
-        row = Change(sql.INSERT_SESSION, parameters(session.row))
+        row = Change(sql.INSERT_SESSION, as_parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
             row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_changes([*owners.changes, row, *rest])
@@ -352,7 +352,7 @@ class CreateSession(Write[SessionView]):
     def _create_from_cache(self, attempt: Attempt, cached: "CachedOwners") -> Steps[SessionView]:
         """Create the session without a read, from the cached rows of its app and its user."""
         session, rest = self._new_session(attempt, cached.user.row.id)
-        columns = parameters(session.row) | cached.columns
+        columns = as_parameters(session.row) | cached.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *rest])):
             raise CacheMiss
         return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
@@ -404,7 +404,7 @@ class NewSession(NamedTuple):
 
     def inserts(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
-        witness = Change(sql.INSERT_WITNESS, parameters(self.witness))
+        witness = Change(sql.INSERT_WITNESS, as_parameters(self.witness))
         return [*claim_user(attempt.identity.user_tag), witness, *self.other_inserts]
 
 
@@ -512,7 +512,7 @@ class AppendEvent(Write[StoredSession]):
             changes.append(snapshot_change(attempt, new, old.base_revision))
             new = new._replace(snapshot=None)  # it may be large
         new = sealed_rows.seal_session(attempt, new)
-        values = parameters(old, "at_")
+        values = as_parameters(old, "at_")
         values.update(zip(sql.CHANGED_BY_APPEND, sql.get_changed(new.row), strict=True))
         changes.insert(0, Change(sql.UPDATE_SESSION, values))
         if event.session_delta and attempt.keys.keyring.indexed_keys:
@@ -521,7 +521,7 @@ class AppendEvent(Write[StoredSession]):
         (event_row,) = sealed_rows.seal_events(
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
         )
-        changes.append(Change(sql.INSERT_EVENT, parameters(event_row)))
+        changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
         self._sent_results[event_row.event] = new
         attempt.cache_session(new)
         attempt.call_on_commit(partial(self.on_commit, new))
@@ -573,7 +573,7 @@ class DeleteSession(Write[bool | None]):
         """
         self._sent_results[session.row.id] = True
         attempt.call_on_commit(partial(attempt.cache.forget_session, session.row.tag))
-        row = Change(sql.DELETE_SESSION, parameters(session.row, "at_"))
+        row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
         return [row, witness, *_deletions_by_id(attempt, session)]
 
@@ -591,7 +591,7 @@ def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Ch
     """Return *insert* with *statement*, an INSERT that matches no row unless the user's row is as
     *user* was read.  Use it if no other change of the transaction checks that row.
     """
-    return Change(statement, {**insert.parameters, **parameters(user.row, "user_")})
+    return Change(statement, {**insert.parameters, **as_parameters(user.row, "user_")})
 
 
 def read_rows(
@@ -629,7 +629,7 @@ def replacement_changes(
     witness: WitnessRow,
 ) -> Changes:
     """Return the changes that replace *old*, its events and its snapshot by *new* and *witness*."""
-    row = Change(sql.REPLACE_SESSION, parameters(old.row, "at_") | parameters(new.row))
+    row = Change(sql.REPLACE_SESSION, as_parameters(old.row, "at_") | as_parameters(new.row))
     of_witness = _witness_change(old.row.id, witness)
     return [row, *owners.changes, of_witness, *_deletions_by_id(attempt, old)]
 
@@ -640,6 +640,6 @@ def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> 
     """
     row = sealed_rows.seal_snapshot(attempt, session)
     if replaced == NO_SNAPSHOT:
-        return Change(sql.INSERT_SNAPSHOT, parameters(row))
+        return Change(sql.INSERT_SNAPSHOT, as_parameters(row))
     where = {"at_id": session.row.id, "at_revision": replaced}
     return Change(sql.UPDATE_SNAPSHOT, where | {"revision": row.revision, "state": row.state})

@@ -27,9 +27,9 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     SessionVersion,
     StoredSession,
+    as_parameters,
     locating_errors,
     new_row_id,
-    parameters,
     sessions,
 )
 from adk_secure_sessions.storage.survey import FeatureName
@@ -274,5 +274,5 @@ class RewriteItems(Write[StoredSession]):
         yield from apply_changes(replacement_changes(attempt, owners, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
-            yield from apply_changes([Change(sql.INSERT_EVENT, parameters(row)) for row in part])
+            yield from apply_changes([Change(sql.INSERT_EVENT, as_parameters(row)) for row in part])
         return new

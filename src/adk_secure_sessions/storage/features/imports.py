@@ -43,10 +43,10 @@ from adk_secure_sessions.storage.schema import (
     SessionRow,
     StoredSession,
     apps,
+    as_parameters,
     locating_errors,
     migrated,
     new_row_id,
-    parameters,
     sessions,
     users,
 )
@@ -289,7 +289,7 @@ class ImportSession(_Import[ImportStatus]):
     def _import_from_cache(self, attempt: Attempt, cached: CachedOwners) -> Steps[ImportStatus]:
         """Import the session without a read, from the cached rows of its app and its user."""
         new, row = self._new(attempt, cached.user.row.id, ImportStatus.NEW)
-        columns = parameters(new.session.row) | cached.columns
+        columns = as_parameters(new.session.row) | cached.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_CACHED, columns),
             *new.inserts(attempt),
@@ -305,7 +305,7 @@ class ImportSession(_Import[ImportStatus]):
         app = owners.ensure_app(app, {})
         changed = owners.ensure_user(user, app.row.id, {}, None)
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
-        columns = parameters(new.session.row) | {"user_tag": self.identity.user_tag}
+        columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
             insert = insert_if_unchanged(user, insert, sql.IMPORT_SESSION_OF_USER)
@@ -353,7 +353,7 @@ class ImportSession(_Import[ImportStatus]):
             links = self._links[first : first + len(group)]
             previous = self._links[first - 1] if first else NO_LINK
             rows = [
-                parameters(row)
+                as_parameters(row)
                 for row in sealed_rows.seal_events(
                     attempt, new.session.row.id, first, group, links, previous
                 )
@@ -471,7 +471,7 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
 
 
 def _update(old: MigratedRow, new: MigratedRow) -> Change:
-    return Change(sql.UPDATE_MIGRATED, parameters(old, "at_") | parameters(new))
+    return Change(sql.UPDATE_MIGRATED, as_parameters(old, "at_") | as_parameters(new))
 
 
 class MigrationEnd(Enum):
