@@ -171,10 +171,16 @@ class RenewKey(Write[RenewedKey]):
         row = owner.row
         context = sealed_rows.column_of(row).context(attempt.identity.ids, row)
         keys.packing = packing_of(keys.open_with_flags(row.tag, context, row.state, keep_packed))
-        changed = owners.renew_key(owner, self.not_before)
-        if changed:
-            yield from apply_changes(owners.changes)
-        return RenewedKey(changed and bool(keys.new_rows or stored), changed)
+        if stored:
+            keys.choose_current(row.tag, stored)
+        current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)
+        if current is None or current.created_at < self.not_before or not is_newest:
+            owners.new_key(row.tag, self.not_before)
+        elif owner.key_ids == (current.id,):
+            return RenewedKey()
+        owners.update(owner._replace(key_ids=()))
+        yield from apply_changes(owners.changes)
+        return RenewedKey(created=bool(keys.new_rows or stored), changed=True)
 
 
 class EnsureOwners(Write[TransactionKeys]):

@@ -137,13 +137,13 @@ class OwnerChanges:
         self._ensure_key(owner.row.tag, owner.row.state, *stored)
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
-            owner = self._update(owner, delta)
+            owner = self.update(owner, delta)
         return owner
 
     def set_state(self, owner: Owner, state: bytes) -> Owner:
         """Replace the state of *owner*; return the changed owner."""
         self._ensure_key(owner.row.tag, owner.row.state)
-        changed = self._update(owner._replace(state=state))
+        changed = self.update(owner._replace(state=state))
         if owner.is_user and self._keys.keyring.indexed_keys:
             self._index(owner, load_state(state), load_state(owner.state))
         return changed
@@ -155,34 +155,7 @@ class OwnerChanges:
         row_id = index_rows.row_of_user(user.row.id)
         self.changes += index_rows.update_changes(row_id, new, old.keys() - new.keys())
 
-    def renew_key(self, owner: Owner, not_before: int) -> bool:
-        """Ensure that the owner's row names only one data key, created at *not_before* or later
-        (microseconds UTC); return whether the row changes.
-        """
-        tag = owner.row.tag
-        if self._keys.key_ids_of_earlier_attempts:
-            self._keys.choose_current(tag, self._keys.key_ids_of_earlier_attempts)
-        current = self._keys.current(tag)
-        is_newest = self._keys.current_is_newest(tag)
-        if current is None or current.created_at < not_before or not is_newest:
-            self._new_key(tag, not_before)
-        elif owner.key_ids == (current.id,):
-            return False
-        self._update(owner._replace(key_ids=()))
-        return True
-
-    def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
-        """Add the changes that store a new owner in *row*, which gets its row id here."""
-        self._ensure_first_key(row.tag)
-        key_ids = self._keys.ids_to_store(row.tag, ())
-        row = row._replace(id=new_row_id())
-        owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
-        insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
-        self.changes.append(Change(insert, as_parameters(owner.row)))
-        self.changes.append(Change(sql.INSERT_WITNESS, as_parameters(witness)))
-        return owner
-
-    def _update(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
+    def update(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
         """Add the changes that store the next version of *owner*, and return it."""
         old = owner.row
         state = dump_state(load_state(owner.state) | delta) if delta else owner.state
@@ -193,6 +166,27 @@ class OwnerChanges:
         update = sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP
         self.changes.append(Change(update, at | {"version": row.version, "state": owner.row.state}))
         self.changes.append(_witness_change(old.version, witness))
+        return owner
+
+    def new_key(self, owner_tag: bytes, not_before: int = 0) -> None:
+        """Create a data key and add the change that stores it; with a key database, make
+        `OperationRunner.run` store one before the next attempt.
+        """
+        if self._attempt.key_source is KeySource.KEY_DATABASE:
+            raise NeedsDataKey(owner_tag, not_before)
+        row = self._keys.new(owner_tag, not_before)
+        columns = row._asdict() | self._keys.keyring_guard()
+        self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
+
+    def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
+        """Add the changes that store a new owner in *row*, which gets its row id here."""
+        self._ensure_first_key(row.tag)
+        key_ids = self._keys.ids_to_store(row.tag, ())
+        row = row._replace(id=new_row_id())
+        owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
+        insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
+        self.changes.append(Change(insert, as_parameters(owner.row)))
+        self.changes.append(Change(sql.INSERT_WITNESS, as_parameters(witness)))
         return owner
 
     def _sealed(self, owner: Owner) -> tuple[Owner, WitnessRow]:
@@ -220,7 +214,7 @@ class OwnerChanges:
             )
         self._keys.choose_current(owner_tag, ())
         if self._keys.current(owner_tag) is None:
-            self._new_key(owner_tag)
+            self.new_key(owner_tag)
 
     def _ensure_key(self, owner_tag: bytes, *stored: bytes) -> None:
         """Make sure that `retire` cannot delete the owner's current data key before the commit.
@@ -244,20 +238,10 @@ class OwnerChanges:
             keys.key_of(owner_tag, record)
         current = keys.current(owner_tag)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
-            self._new_key(owner_tag)
+            self.new_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
             self.changes += [*claim_data_key(current.id), Change(sql.LOCK_DATA_KEY, locked)]
-
-    def _new_key(self, owner_tag: bytes, not_before: int = 0) -> None:
-        """Create a data key and add the change that stores it; with a key database, make
-        `OperationRunner.run` store one before the next attempt.
-        """
-        if self._attempt.key_source is KeySource.KEY_DATABASE:
-            raise NeedsDataKey(owner_tag, not_before)
-        row = self._keys.new(owner_tag, not_before)
-        columns = row._asdict() | self._keys.keyring_guard()
-        self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
     def _require_fresh_keys(self) -> None:
         """If this attempt uses cached data keys, let the next attempt read them again."""
