@@ -440,6 +440,10 @@ MALFORMED = {
     "UTF-16": b"\x051.2.3" + EVENT.decode().encode("utf-16"),
     "byte order mark": b"\x051.2.3\xef\xbb\xbf" + EVENT,
     "too deep": b'\x051.2.3{"custom_metadata":{"a":' + b"[" * 199 + b"1" + b"]" * 199 + b"}}",
+    "too deep and empty": b'\x051.2.3{"author":"a","custom_metadata":{"a":'
+    + b"[" * 199
+    + b"]" * 199
+    + b"}}",
     "much too deep": b'\x051.2.3{"custom_metadata":{"a":' + b"[" * 100_000,
     "too many digits": b'\x051.2.3{"custom_metadata":{"a":' + b"7" * 4301 + b"}}",
 }

@@ -248,6 +248,17 @@ def test_lone_surrogate_is_read_in_json_of_the_largest_size(
     assert found == {key: [LONG + key, (10**4300 - 1) // 9 * 7]}
 
 
+@pytest.mark.parametrize("empty", [b"[]", b"{}", b"[ \n]", b'["\\ud800",{}]', b'[{},"[]"]'])
+def test_empty_list_or_object_is_a_level_of_what_is_read(empty: bytes) -> None:
+    inner = 1 + (b"," in empty)
+    for levels, limits in ((200, ()), (191, ("the state", 191))):
+        opened = levels - inner - 1
+        assert loads(b'{"k":' + b"[" * opened + empty + b"]" * opened + b"}", *limits)
+        opened += 1
+        with pytest.raises(DecryptionError, match="within the limits"):
+            loads(b'{"k":' + b"[" * opened + empty + b"]" * opened + b"}", *limits)
+
+
 # --- the version of an event ---------------------------------------------------------------------
 
 

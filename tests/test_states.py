@@ -215,9 +215,10 @@ MALFORMED = {
     "byte order mark": b'\xef\xbb\xbf{"k":1}',
     "byte order mark and surrogates": b'\xef\xbb\xbf{"k":"\\ud800"}',
     "surrogates and no JSON": b'{"k":"\\ud800",}',
-    "too deep": b'{"k":' * 201 + b"1" + b"}" * 201,
+    "too deep": b'{"k":' * 192 + b"1" + b"}" * 192,
+    "too deep and empty": b'{"k":' * 191 + b"{}" + b"}" * 191,
     "much too deep": b'{"k":' * 100_000,
-    "too deep with surrogates": b'{"k":' * 201 + b'"\\ud800"' + b"}" * 201,
+    "too deep with surrogates": b'{"k":' * 192 + b'"\\ud800"' + b"}" * 192,
     "too many digits": b'{"k":' + b"7" * 4301 + b"}",
     "too many digits with surrogates": b'{"k":["\\udfff",' + b"7" * 4301 + b"]}",
 }

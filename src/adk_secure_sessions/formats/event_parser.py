@@ -32,12 +32,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from google.adk.events import Event
 from google.genai import types
 from pydantic import BaseModel
-from pydantic_core import SchemaSerializer, SchemaValidator
+from pydantic_core import SchemaSerializer, SchemaValidator, core_schema
+
+from adk_secure_sessions.formats import json_text
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -75,7 +77,10 @@ _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 17000
 
 
 class EventParser:
-    """Parses the JSON of one event, and raises the errors of `Event.model_validate_json`."""
+    """Parses the JSON of one event, and raises the errors of `Event.model_validate_json`.
+
+    JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
+    """
 
     def __init__(self) -> None:
         self._fast = _proven_parser()
@@ -89,7 +94,10 @@ class EventParser:
                 return self._fast(data)
             except ValueError:  # the public call accepts the JSON, or raises its own error
                 pass
-        return validated(Event, data)
+        event = validated(Event, data)
+        if json_text.within_levels(data):
+            return event
+        raise ValueError
 
 
 def may_contain_null(data: bytes) -> bool:
@@ -237,8 +245,7 @@ def same(one: Any, other: Any) -> bool:
 
 def _proven_parser() -> Parser | None:
     def build(schema: Any, samples: list[bytes]) -> Parser | None:
-        rewritten = _rewritten(schema, _without_hooks)
-        parse = SchemaValidator(rewritten, _use_prebuilt=False).validate_json
+        parse = _parser(_rewritten(schema, _without_hooks))
         return parse if _is_equal(parse, samples) else None
 
     if (parse := _compared(build)) is None:
@@ -246,6 +253,22 @@ def _proven_parser() -> Parser | None:
             "events are parsed three times as slowly: the faster parser does not fit the installed "
             "google-adk and pydantic"
         )
+    return parse
+
+
+def _parser(schema: Any) -> Parser:
+    """Return a parser of JSON that pydantic's *schema* describes.
+
+    pydantic accepts one level more than the limit, if this level is an empty list or object.  The
+    parser encloses the JSON in a list, so that pydantic accepts only the limit.
+    """
+    listed = core_schema.list_schema(schema)
+    validate = SchemaValidator(listed, _use_prebuilt=False).validate_json
+
+    def parse(data: bytes) -> Event:
+        (event,) = validate(b"[" + data + b"]")
+        return cast("Event", event)
+
     return parse
 
 

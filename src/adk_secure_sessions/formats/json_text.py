@@ -2,7 +2,7 @@
 
 docs/limits.md, "Sizes", lists the limits.  Every process can parse JSON that is within the limits:
 pydantic's parser accepts 200 nested lists and objects, and 4300 digits in an integer, in every
-process.  It does not count an innermost list or object that is empty.  The limits of
+process.  It does not count an innermost list or object that is empty: see `loads`.  The limits of
 Python's module `json` depend on the stack and on a setting of the process.
 """
 
@@ -58,9 +58,21 @@ def is_within_limits(data: bytes, levels: int = MAX_LEVELS) -> bool:
 
     Data that is short and has few brackets cannot exceed a limit, so it is not parsed.
     """
-    if len(data) <= MAX_DIGITS and data.count(b"{") + data.count(b"[") <= levels:
+    if len(data) <= MAX_DIGITS and _brackets(data) <= levels:
         return True
     return len(data) <= MAX_BYTES and data.startswith(b"{") and _nests(data, levels)
+
+
+def within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
+    """Return whether valid JSON has at most *levels* nested lists and objects.
+
+    For invalid JSON, the result is undefined.
+    """
+    return _brackets(data) <= levels or _nests(data, levels)
+
+
+def _brackets(data: bytes) -> int:
+    return len(data) - len(data.translate(None, b"{["))
 
 
 def _nests(data: bytes, levels: int) -> bool:
@@ -309,7 +321,7 @@ def dump_state(state: JsonObject) -> bytes:
 
 def load_state(data: bytes, name: str = "the state") -> JsonObject:
     """Parse the state *data*, which must be authenticated; see `loads`."""
-    return {} if data == b"{}" else loads(data, name)
+    return {} if data == b"{}" else loads(data, name, MAX_STATE_LEVELS)
 
 
 def encode_state(state: JsonObject, prefix: str = "") -> bytes:
@@ -368,16 +380,23 @@ def _check_keys(state: JsonObject, prefix: str) -> None:
 # --- read ----------------------------------------------------------------------------------------
 
 
-def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
+def loads(data: bytes, name: str = "the plaintext", levels: int = MAX_LEVELS) -> JsonObject:
     """Parse *data*, which must be authenticated, and return a new dict.
 
-    If *data* is not a JSON object in UTF-8 within the parser's limits, raise DecryptionError, in
-    which *name* stands for *data*.
+    If *data* is not a JSON object in UTF-8 within the limits, raise DecryptionError, in which
+    *name* stands for *data*.
     """
+    # The parser accepts MAX_LEVELS nested levels, and one more if the innermost is empty.  For a
+    # lower limit, lists around *data* use up the other levels, unless *data* is too short or has
+    # too few brackets.
+    may_be_deep = len(data) > 2 * levels and _brackets(data) > levels
+    outer = MAX_LEVELS - levels + 1 if may_be_deep else 0
     try:
-        value: Any = from_json(data)
+        value: Any = from_json(b"[" * outer + data + b"]" * outer if outer else data)
+        for _ in range(outer):
+            (value,) = value
     except ValueError:
-        value = _with_surrogates(data)
+        value = _loads_slowly(data, levels)
     if type(value) is dict:
         return value
     raise DecryptionError(
@@ -385,13 +404,18 @@ def loads(data: bytes, name: str = "the plaintext") -> JsonObject:
     )
 
 
-def _with_surrogates(data: bytes) -> Any:
-    """Parse JSON with lone surrogates, which pydantic rejects; return None if it is invalid.
-
-    So check the limits with spaces in their place, and parse the JSON with Python's module `json`,
-    which accepts them.
-    """
-    if _SURROGATE.search(data) and is_within_limits(_SURROGATE.sub(rb"\\u0020", data).lstrip()):
+def _loads_slowly(data: bytes, levels: int) -> Any:
+    """Parse JSON with so many levels, or with lone surrogates; return None if it is neither."""
+    try:
+        value = from_json(data)
+        return value if within_levels(data, levels) else None
+    except ValueError:
+        pass
+    # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and parse
+    # the JSON with Python's module `json`, which accepts them.
+    if _SURROGATE.search(data) and is_within_limits(
+        _SURROGATE.sub(rb"\\u0020", data).lstrip(), levels
+    ):
         try:
             # int() rejects more digits than a setting of the process allows.
             return _with_room(partial(json.loads, parse_int=from_json), data.decode())
