@@ -1,7 +1,7 @@
 """Collections: named lists of items, in which services store artifacts and memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -250,7 +250,9 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries: Sequence[sa.Executable] = field(
+        default=(sql.LOCK_SESSION, sql.LOCK_USER), init=False
+    )
 
     expected: SessionVersion
     items: Sequence[bytes]

@@ -8,7 +8,7 @@ service has changed since.  The column `seal` of each row is a MAC: see docs/for
 
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -243,7 +243,9 @@ class ImportSession(_Import[ImportStatus]):
     """
 
     # Not the app: long imports would wait for each other.
-    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries: Sequence[sa.Executable] = field(
+        default=(sql.LOCK_SESSION, sql.LOCK_USER), init=False
+    )
 
     state: bytes
     events: Sequence[SourceEvent]
@@ -257,7 +259,7 @@ class ImportSession(_Import[ImportStatus]):
         self._groups = list(
             grouped(self.events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
         )
-        self.locks_rows = len(self._groups) > 1
+        self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:

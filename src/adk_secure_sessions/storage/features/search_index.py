@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import sqlalchemy as sa
+
 from adk_secure_sessions.db.protocol import Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
@@ -204,7 +206,8 @@ class CorrectIndexed(Write[int]):
     of_user: bool
 
     def __post_init__(self) -> None:
-        self.lock_queries = (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
+        query = sql.LOCK_USER if self.of_user else sql.LOCK_SESSION
+        self.lock_queries: Sequence[sa.Executable] = (query,)
 
     def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
         query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
