@@ -69,16 +69,19 @@ async def test_removed_key_is_detected_and_not_created_again(db: Database, cell:
 
 
 @pytest.mark.parametrize(
-    ("row", "witness", "change"),
-    [(USER_STATE, USER_WITNESS, append), (APP_STATE, APP_WITNESS, append_app_state)],
+    ("row", "witness", "operations"),
+    [
+        (USER_STATE, USER_WITNESS, (append,)),
+        (APP_STATE, APP_WITNESS, (append_app_state, user_state)),
+    ],
     ids=["user", "app"],
 )
 async def test_row_and_witness_removed_together_are_detected(
-    db: Database, row: Cell, witness: Cell, change: Operation
+    db: Database, row: Cell, witness: Cell, operations: tuple[Operation, ...]
 ) -> None:
     remove(db, witness)
     remove(db, row)
-    await assert_rejected(db, only(get, change, create_another), TamperedError)
+    await assert_rejected(db, only(get, *operations, create_another), TamperedError)
 
 
 # --- the keyring, the meta table, whole tables ---------------------------------------------------
