@@ -35,6 +35,7 @@ from adk_secure_sessions.keys.keyring import (
     MasterFingerprint,
     MasterKeyRow,
     UnwrappedMaster,
+    check_row_count,
     new_master,
     open_keyring,
     rewrap_master_key,
@@ -167,6 +168,9 @@ async def test_running_service_takes_up_the_last_of_64_rows(
     assert again.matches(fingerprints_of(rows))
     assert caplog.records == []
     assert (await opened(rows, ROOT)).wrapping_master_id == rows[63].id
+    check_row_count(64)
+    await renewed([*rows, row_like(rows[1], id=5)], again, ROOT)
+    assert len(caplog.records) == 1, "there are 65 now"
 
 
 async def test_running_service_unwraps_one_new_row_at_a_time() -> None:
@@ -666,6 +670,19 @@ def sealed_by(database_keys: DatabaseKeys, row: DataKeyRow) -> bytes:
     staged = loaded(database_keys, row)
     staged.choose_current(ADA, [row.id])
     return staged.seal(ADA, CONTEXT, b"text")
+
+
+async def test_row_beside_a_rejected_row_is_due_ten_seconds_after_its_failure() -> None:
+    rows = await made(ROOT, ROOT)
+    known = await opened(rows[:2], ROOT)
+    stored = [*rows, row_like(rows[2], id=5, wrapped=b"junk")]
+    with later(0):
+        again = await renewed(stored, known, Failing(rows[2].wrapped))
+        retry_at = time.monotonic() + 10
+    assert again.unused == {rows[2]: retry_at, stored[3]: math.inf}
+    for now, is_due in ((retry_at - 0.1, False), (retry_at, True)):
+        with mock.patch("time.monotonic", return_value=now):
+            assert again.matches(fingerprints_of(stored)) != is_due
 
 
 async def test_row_that_failed_before_is_tried_after_the_others() -> None:
