@@ -15,7 +15,6 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import (
     EventParser,
-    event_json,
     event_serializer,
     may_contain_null,
     validated,
@@ -76,7 +75,7 @@ def encode(event: Event, *, replaces: bool = True) -> bytes:
     """
     if (serializer := _serializer()) is not None:
         try:
-            data = event_json(serializer, event)
+            data = serializer.to_json(event, exclude_none=True, warnings="error")
             if json_text.is_within_limits(data):
                 # In the JSON of a model, null may stand for infinity or NaN, and U+FFFD for a lone
                 # surrogate in a key.  With plain values, `to_json` keeps infinity and NaN, and
