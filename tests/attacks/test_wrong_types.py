@@ -21,7 +21,7 @@ from google.adk.events import Event, EventActions
 from google.adk.memory.memory_entry import MemoryEntry
 from google.adk.sessions import InMemorySessionService, Session
 from google.genai import types
-from pydantic import BaseModel, model_serializer
+from pydantic import BaseModel, SerializerFunctionWrapHandler, field_serializer, model_serializer
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -57,6 +57,16 @@ class Faulty(BaseModel):
         raise RuntimeError(NEEDLE)
 
 
+class Wrapped(BaseModel):
+    """A model in whose own serializer pydantic warns about the value."""
+
+    number: int = 0
+
+    @field_serializer("number", mode="wrap")
+    def serialize(self, value: Any, handler: SerializerFunctionWrapHandler) -> Any:
+        return handler(value)
+
+
 circular: list[Any] = [NEEDLE]
 circular.append(circular)
 WRONG: dict[str, Any] = {
@@ -74,6 +84,7 @@ WRONG: dict[str, Any] = {
     "objects": {"k": Shown()},
     "circular": {"k": circular},
     "model whose serializer fails": {"k": Faulty()},
+    "model whose serializer warns": {"k": Wrapped.model_construct(number=NEEDLE)},
     "lone surrogate": {"k": NEEDLE + "\ud800", "null": None},
 }
 

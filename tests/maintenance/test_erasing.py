@@ -27,6 +27,7 @@ from adk_secure_sessions.maintenance import (
     erase_user,
     init,
     lookup,
+    rotate_data,
     status,
     verify,
 )
@@ -77,6 +78,17 @@ async def test_trigger_that_undoes_the_deletion_at_the_commit_is_reported(
         assert all_rows(place) == before
         run_sql(place, "DROP FUNCTION keep() CASCADE")
         assert (await erase_user(db, APP, "ada")).users == 1
+
+
+async def test_user_whose_id_is_empty_is_told_from_others_after_a_rotation(file_url: str) -> None:
+    await fill(file_url, users=["", "bob"])
+    async with Database(file_url, BACKEND) as db:
+        await rotate_data(db)  # by the tags of the users
+        assert counts(await erase_user(db, APP, ""))[:3] == (2, 1, 2)
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        for user, number in (("", 0), ("bob", 2)):
+            listed = await service.list_sessions(app_name=APP, user_id=user)
+            assert len(listed.sessions) == number
 
 
 async def fill_with_large_state(url: str) -> None:

@@ -85,6 +85,16 @@ async def test_append_at_an_old_position_is_rejected(service: EncryptedSessionSe
         await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[1])
 
 
+async def test_replacement_in_a_collection_that_another_process_rewrote_is_rejected(
+    service: EncryptedSessionService, url: str
+) -> None:
+    at = await fill(service)
+    async with EncryptedSessionService(url, BACKEND) as other:
+        await other.collections.rewrite((APP, "ada", "c"), ITEMS[:1], at)
+    with pytest.raises(StaleRevision):
+        await service.collections.append_at(at, (APP, "ada", "c"), ITEMS[0], {0: ITEMS[1]})
+
+
 async def test_replaced_items_are_not_stored_any_more(
     service: EncryptedSessionService, url: str
 ) -> None:

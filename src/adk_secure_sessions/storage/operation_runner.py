@@ -618,7 +618,7 @@ class OperationRunner:
                 self._keyring_retry_at = time.monotonic() + self.keyring_pause
                 raise
             finally:
-                old.retry_at = retry_at
+                old.retry_at = min(old.retry_at, retry_at)  # a task of another event loop, too
             database_keys.keyring = renewed
             # Meanwhile the caches may have been emptied, which has put the old keyring into a new
             # object: a rotation would then miss the master key that it has just created.
@@ -698,6 +698,9 @@ def _cache_identity(opened: _OpenState, identity: Identity) -> None:
     ids = (identity.app_name, identity.user_id, identity.session_id, identity.is_collection)
     if opened.identities.get(ids) is identity:
         return
+    tag_of = opened.keys.keyring.index_master.tag_of
+    if not identity.user_id and identity.user_tag != tag_of(identity.app_name, ""):
+        return  # the identity of a command that knows only the tag of the user
     rows = opened.row_cache
     owner = rows.users.get(identity.user_tag)
     if not identity.user_id:

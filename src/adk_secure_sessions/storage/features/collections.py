@@ -19,7 +19,12 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner, apply_changes
+from adk_secure_sessions.storage.operation_runner import (
+    Attempt,
+    CacheMiss,
+    OperationRunner,
+    apply_changes,
+)
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
@@ -227,6 +232,8 @@ class ReplaceItems(AppendEvent):
         session_row, tag = self.expected.session_row, attempt.identity.user_tag
         with locating_errors(EVENTS.name, f"{session_row}, {seq}"):
             if (row := self._rows.get(seq)) is None:
+                if attempt.may_skip_read:
+                    raise CacheMiss  # another process may have replaced the collection
                 raise TamperedError("it was removed", Reason.MISSING)
             old, parts = row[EVENT_RECORD], attempt.identity.event_parts
             context = numbered_context(parts, session_row, seq, row[EVENT_TIME])
