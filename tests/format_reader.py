@@ -146,16 +146,16 @@ def open_blob(blob: bytes, key: bytes, size: int) -> bytes:
 
 
 def open_record(
-    record: bytes, where: bytes, backend: int, key: bytes, *, has_flags: bool = True
+    record: bytes, where: bytes, backend: int, key: bytes, *, is_packed: bool = True
 ) -> bytes:
-    """Return the content.  *has_flags*: whether it may be compressed or padded."""
+    """Return the content.  *is_packed*: whether it may be compressed or padded."""
     plaintext, associated_data = record[13:], record[:13] + where
     if backend != 3:
         opener = open_aes if backend == 1 else open_fernet
         plaintext = opener(key, plaintext, associated_data)
     require(plaintext)
     flags, rest = plaintext[0], plaintext[1:]
-    if flags not in ((0, 1, 4, 5) if has_flags else (0,)):
+    if flags not in ((0, 1, 4, 5) if is_packed else (0,)):
         raise UnknownFlags
     if flags & 4:
         require(len(rest) >= 4)
@@ -516,7 +516,7 @@ class Database:
             "data-key", self._id, owner, key_id, row["generation"], backend, row["created_at"]
         )
         wrapping_key = self._masters[master]
-        return _checked(open_record(row["wrapped"], where, 1, wrapping_key, has_flags=False))
+        return _checked(open_record(row["wrapped"], where, 1, wrapping_key, is_packed=False))
 
     def _is_usable(self, key: Row, backend: int) -> bool:
         try:
@@ -531,12 +531,12 @@ class Database:
         return Fields(self._plaintext(record, owner, *where))
 
     def _plaintext(
-        self, record: bytes, owner: bytes, *where: Part, has_flags: bool = True
+        self, record: bytes, owner: bytes, *where: Part, is_packed: bool = True
     ) -> bytes:
         backend, key_id = unpack(record)
         require(backend in (1, 2))
         key = self._data_key(key_id, owner, backend)
-        return open_record(record, context(*where), backend, key, has_flags=has_flags)
+        return open_record(record, context(*where), backend, key, is_packed=is_packed)
 
     def _check_witness(
         self, app: str, owner: bytes, row_tag: bytes, number: int, link: bytes
@@ -545,7 +545,7 @@ class Database:
         if witness is None:
             raise Refused
         where = ("witness", app, row_tag, witness["number"])
-        require(self._plaintext(witness["seal"], owner, *where, has_flags=False) == link)
+        require(self._plaintext(witness["seal"], owner, *where, is_packed=False) == link)
         require(witness["number"] == number)
 
     def _states(self, app_name: str, app: Row, user_id: str, user: Row) -> Row:

@@ -429,12 +429,12 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
         b"text",
     ),
     "link of a witness": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, FLAGS + text, has_flags=True),
+        lambda staged, text: staged.seal(ADA, CONTEXT, FLAGS + text, is_packed=True),
         lambda staged, stored: staged.open(ADA, CONTEXT, stored, reject_flags),
         b"text",
     ),
     "plaintext with flags": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, text, has_flags=True),
+        lambda staged, text: staged.seal(ADA, CONTEXT, text, is_packed=True),
         lambda staged, stored: staged.open_with_flags(ADA, CONTEXT, stored, keep_packed),
         b"\x00text",
     ),
@@ -485,7 +485,7 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     stored = staged.seal(ADA, CONTEXT, content)
     assert len(stored) < 200
     assert staged.open(ADA, CONTEXT, stored) == content
-    witness = staged.seal(ADA, CONTEXT, FLAGS + content, has_flags=True)
+    witness = staged.seal(ADA, CONTEXT, FLAGS + content, is_packed=True)
     assert len(witness) > 5000
     assert staged.open(ADA, CONTEXT, witness, reject_flags) == content
     with pytest.raises(DecryptionError) as rejected:
@@ -494,13 +494,13 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
 
 
 @pytest.mark.parametrize("change", [{"owner_tag": BOB}, {"context": b"another"}], ids=str)
-@pytest.mark.parametrize("if_packed", [unpack, reject_flags, keep_packed])
+@pytest.mark.parametrize("unpack_with", [unpack, reject_flags, keep_packed])
 def test_record_of_another_owner_or_context_is_rejected(
-    if_packed: Callable[[bytes], bytes], change: dict[str, Any]
+    unpack_with: Callable[[bytes], bytes], change: dict[str, Any]
 ) -> None:
     staged = TransactionKeys(data_keys())
     staged.new(ADA), staged.new(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
     arguments = {"owner_tag": ADA, "context": CONTEXT, "record": stored} | change
     with pytest.raises(TamperedError):
-        staged.open(**arguments, if_packed=if_packed)
+        staged.open(**arguments, unpack_with=unpack_with)

@@ -146,7 +146,7 @@ async def test_running_service_uses_only_known_rows_of_a_keyring_of_too_many(
         again = await renewed(stored, known, root)
         assert again.wrapping_master_id == next(row.id for row in stored[::-1] if row in rows)
         assert again.row_count == 65
-        assert not again.matches(fingerprints_of(stored))
+        assert not again.is_current(fingerprints_of(stored))
         for _ in range(3):
             again = await renewed(stored, again, root)
     assert len(caplog.records) == 2, "once for each call with another keyring"
@@ -165,7 +165,7 @@ async def test_running_service_takes_up_the_last_of_64_rows(
     again = await renewed(rows, known, ROOT)
     assert again.wrapping_master_id == rows[63].id
     assert again.row_count == 64
-    assert again.matches(fingerprints_of(rows))
+    assert again.is_current(fingerprints_of(rows))
     assert caplog.records == []
     assert (await opened(rows, ROOT)).wrapping_master_id == rows[63].id
     check_row_count(64)
@@ -467,12 +467,14 @@ async def test_keyring_knows_the_rows_that_it_was_read_from() -> None:
     keyring = await opened(rows, ROOT, OTHER)
     assert keyring.rows == {row.id: row for row in rows}
     assert keyring.row_count == 3
-    assert keyring.matches(fingerprints_of(rows))
-    assert keyring.matches(fingerprints_of(reversed(rows)))
-    assert not keyring.matches(fingerprints_of(rows[1:]))
-    assert not keyring.matches(fingerprints_of([*rows[:2], rows[1]]))
+    assert keyring.is_current(fingerprints_of(rows))
+    assert keyring.is_current(fingerprints_of(reversed(rows)))
+    assert not keyring.is_current(fingerprints_of(rows[1:]))
+    assert not keyring.is_current(fingerprints_of([*rows[:2], rows[1]]))
     for change in ({"id": 5}, {"created_at": 5}, {"wrapped": b""}):
-        assert not keyring.matches(fingerprints_of([rows[0], row_like(rows[1], **change), rows[2]]))
+        assert not keyring.is_current(
+            fingerprints_of([rows[0], row_like(rows[1], **change), rows[2]])
+        )
 
 
 JUNK: list[dict[str, Any]] = [
@@ -503,7 +505,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     assert again.wrapping_master_id == rows[2].id
     assert (rows[1].id in again.masters) == (junk.id != rows[1].id)
     assert again.row_count == len(stored)
-    assert again.matches(fingerprints_of(stored))
+    assert again.is_current(fingerprints_of(stored))
     assert junk not in again.rows.values()
     TransactionKeys(on(again, 1)).new(ADA)
     (record,) = caplog.records
@@ -514,7 +516,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     # The same bytes are neither tried nor logged again; other bytes are.
     for _ in range(3):
         again = await renewed(stored, again, root)
-    assert again.matches(fingerprints_of(stored))
+    assert again.is_current(fingerprints_of(stored))
     assert (len(root.unwrapped), len(caplog.records)) == (called, 1)
     await renewed([*stored[:-1], row_like(junk, wrapped=b"\x01 other junk")], again, root)
     assert len(caplog.records) == 2
@@ -548,7 +550,7 @@ async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:
         key = await unwrap_master_key(row, roots, DATABASE)
         moved.append(await wrap_master_key(row, OTHER, DATABASE, key))
     again = await renewed(moved, known, ROOT, OTHER)
-    assert again.matches(fingerprints_of(moved))
+    assert again.is_current(fingerprints_of(moved))
     assert again.wrapping_master_id == rows[2].id
     assert again.rows[rows[0].id].root_key_id == OTHER.key_id
     assert again.index_master is known.index_master
@@ -565,7 +567,7 @@ async def test_running_service_rejects_another_index_master(
         again = await renewed([index, rows[1]], known, ROOT)
         assert again.index_master is known.index_master
         assert index.id not in again.rows
-        assert again.matches(fingerprints_of([index, rows[1]]))
+        assert again.is_current(fingerprints_of([index, rows[1]]))
     fault = "it holds another key than the one that this service has read"
     assert f"secure_keyring row {other.id}: {fault}, so the row" in caplog.text
     assert "does not unwrap" in caplog.text
@@ -641,7 +643,7 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     root = Failing(rows[2].wrapped)
     again = await renewed(rows, known, root)
     assert (waits(again), again.wrapping_master_id) == (True, rows[1].id)
-    assert again.matches(fingerprints_of(rows))
+    assert again.is_current(fingerprints_of(rows))
     assert again.row_count == 3
     with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet"):
         cipher_of(on(again, 1), row)
@@ -650,13 +652,13 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     assert f"row {rows[2].id}" in record.getMessage()
     # Before the pause is over, the row is not tried; afterwards it is, and logged only once.
     with later(RETRY_PAUSE - 1):
-        assert again.matches(fingerprints_of(rows))
+        assert again.is_current(fingerprints_of(rows))
         again = await renewed(rows, again, root)
     assert (waits(again), len(root.unwrapped)) == (True, 1)
     with later(RETRY_PAUSE):
-        assert not again.matches(fingerprints_of(rows))
+        assert not again.is_current(fingerprints_of(rows))
         again = await renewed(rows, again, root)
-        assert again.matches(fingerprints_of(rows))
+        assert again.is_current(fingerprints_of(rows))
     assert (waits(again), len(root.unwrapped), len(caplog.records)) == (True, 2, 1)
     root.fails.clear()
     with later(2 * RETRY_PAUSE):
@@ -682,7 +684,7 @@ async def test_row_beside_a_rejected_row_is_due_ten_seconds_after_its_failure() 
     assert again.unused == {rows[2]: retry_at, stored[3]: math.inf}
     for now, is_due in ((retry_at - 0.1, False), (retry_at, True)):
         with mock.patch("time.monotonic", return_value=now):
-            assert again.matches(fingerprints_of(stored)) != is_due
+            assert again.is_current(fingerprints_of(stored)) != is_due
 
 
 async def test_row_that_failed_before_is_tried_after_the_others() -> None:

@@ -58,12 +58,12 @@ def insert(id_: int, value: bytes = b"new") -> Change:
     return Change(INSERT, {"id": id_, "value": value})
 
 
-def update(id_: int, value: bytes = b"changed", *, must_match_row: bool = True) -> Change:
-    return Change(UPDATE, {"at_id": id_, "value": value}, must_match_row)
+def update(id_: int, value: bytes = b"changed", *, must_match_one_row: bool = True) -> Change:
+    return Change(UPDATE, {"at_id": id_, "value": value}, must_match_one_row)
 
 
-def delete(id_: int, *, must_match_row: bool = True) -> Change:
-    return Change(DELETE, {"at_id": id_}, must_match_row)
+def delete(id_: int, *, must_match_one_row: bool = True) -> Change:
+    return Change(DELETE, {"at_id": id_}, must_match_one_row)
 
 
 def applying(*changes: Change) -> Transaction[bool]:

@@ -47,10 +47,10 @@ MADE: list[tuple[Sequence[Change], dict[int, bytes]]] = [
     ([update(1, b"old")], BEFORE),  # matched, if not changed
     ([delete(1), insert(3), update(2)], {2: b"changed", 3: b"new"}),
     (
-        [update(1), delete(9, must_match_row=False), insert(3)],
+        [update(1), delete(9, must_match_one_row=False), insert(3)],
         {1: b"changed", 2: b"old", 3: b"new"},
     ),
-    ([update(1), delete(9, must_match_row=False)], {**BEFORE, 1: b"changed"}),
+    ([update(1), delete(9, must_match_one_row=False)], {**BEFORE, 1: b"changed"}),
     ([update(1, b"x\0y"), update(2, b"")], {1: b"x\0y", 2: b""}),
 ]
 
@@ -68,7 +68,7 @@ async def test_first_change_that_matches_no_row_is_the_answer_false_and_changes_
     for changes in (
         [update(9)],
         [delete(9), insert(3), update(1)],
-        [update(9), delete(1, must_match_row=False)],
+        [update(9), delete(1, must_match_one_row=False)],
         [update(9), insert(1)],  # which is there already, but is not tried
     ):
         assert await apply(filled, *changes) is False
@@ -77,7 +77,7 @@ async def test_first_change_that_matches_no_row_is_the_answer_false_and_changes_
 
 def many(*ids: int) -> Change:
     rows = [{"id": one, "value": b"many"} for one in ids]
-    return Change(INSERT, {}, must_match_row=False, rows=rows)
+    return Change(INSERT, {}, must_match_one_row=False, rows=rows)
 
 
 async def test_rows_of_a_change_are_all_inserted_or_none(filled: Executor) -> None:

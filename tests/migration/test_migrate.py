@@ -264,14 +264,14 @@ async def test_gone_session_that_a_service_continues_meanwhile_is_neither_delete
     source = filled()
     await copy(source, file_url)
     source.remove("ada", "s0")
-    without_source = SourceScan.copies_without_source
+    without_source = SourceScan.gone_copies
 
     async def continued_after(scan: SourceScan) -> AsyncIterator[Any]:
         async for found in without_source(scan):
             await append(file_url, "ada", "s0")
             yield found
 
-    monkeypatch.setattr(SourceScan, "copies_without_source", continued_after)
+    monkeypatch.setattr(SourceScan, "gone_copies", continued_after)
     assert (await copy(source, file_url, delete_gone=True)).gone == 0
     assert await stored(file_url, "ada", "s0") is not None
 

@@ -363,7 +363,7 @@ class _StatementRunner:
                 else:
                     changes = [change for change in step.changes if not change.only_on_cluster]
                     text, sources = apply_sql(
-                        tuple((change.statement, change.must_match_row) for change in changes),
+                        tuple((change.statement, change.must_match_one_row) for change in changes),
                         frozenset(i for i, change in enumerate(changes) if change.rows),
                     )
                     values = [_value(changes[index], name) for index, name in sources]

@@ -10,12 +10,12 @@ example of an UPDATE and an INSERT:
                 THEN 1 / CASE WHEN (SELECT count(*) FROM change_1) = 1 THEN 1 ELSE 0 END
                 ELSE 0 END
 
-- A change runs only if the last preceding change with *must_match_row* has matched one row.
+- A change runs only if the last preceding change with *must_match_one_row* has matched one row.
   Therefore, the changes run in order.  If the first change matches no row, the other changes do not
   run, and the answer is 0.
-- If another change with *must_match_row* does not match one row, the changes after it do not run.
-  The last change with *must_match_row* has then not matched one row.  Dividing by 0 is an error, so
-  PostgreSQL rolls the whole statement back.
+- If another change with *must_match_one_row* does not match one row, the changes after it do not
+  run.  The last change with *must_match_one_row* has then not matched one row.  Dividing by 0 is an
+  error, so PostgreSQL rolls the whole statement back.
 """
 
 import functools
@@ -50,23 +50,23 @@ def read_sql(query: sa.Executable) -> tuple[str, Sequence[str]]:
 def apply_sql(
     changes: tuple[tuple[sa.Executable, bool], ...], with_rows: frozenset[int] = frozenset()
 ) -> tuple[str, Sequence[tuple[int, str]]]:
-    """Compile *changes*, the statement and the *must_match_row* of each, into one statement.
+    """Compile *changes*, the statement and the *must_match_one_row* of each, into one statement.
 
     Return it and the sources of `$1`, `$2` and so on: the index of a change, and the name of its
     parameter.  The statement returns 1 if all changes were made, and 0 if the first change matched
     no row.  Each parameter of the changes *with_rows* is an array of the values of one column.
     """
     members: list[sa.CTE] = []
-    guard: sa.CTE | None = None  # the latest change whose *must_match_row* is True
+    guard: sa.CTE | None = None  # the latest change whose *must_match_one_row* is True
     sources: dict[str, tuple[int, str]] = {}
-    assert changes[0][1], "the first change must have must_match_row"
-    for index, (executable, must_match_row) in enumerate(changes):
+    assert changes[0][1], "the first change must have must_match_one_row"
+    for index, (executable, must_match_one_row) in enumerate(changes):
         changing = _changing(executable, index in with_rows)
         statement = _with_own_parameters(changing, index, sources)
         if guard is not None:
             statement = _only_if(_has_one_row(guard), statement)
         members.append(statement.returning(_ONE).cte(f"change_{index}"))
-        if must_match_row:
+        if must_match_one_row:
             guard = members[-1]
     assert guard is not None
     made = sa.case((_has_one_row(guard), _ONE), else_=_ZERO)

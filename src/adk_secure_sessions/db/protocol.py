@@ -61,9 +61,9 @@ class Change(NamedTuple):
     statement: sa.Executable
     parameters: Parameters
     # Whether the statement must match exactly one row: `Apply` says what happens otherwise.
-    must_match_row: bool = True
+    must_match_one_row: bool = True
     # If not empty, `statement` is what `sqlalchemy.insert(table)` returns, and inserts these rows.
-    # `parameters` are then not used, and `must_match_row` must be False.
+    # `parameters` are then not used, and `must_match_one_row` must be False.
     rows: ParameterSets = ()
     only_on_cluster: bool = False  # whose nodes lock rows separately: see `storage.clusters`
 
@@ -71,10 +71,11 @@ class Change(NamedTuple):
 class Apply(NamedTuple):
     """Request to make all *changes*, in this order.
 
-    *must_match_row* must be True for the first change that is not *only_on_cluster*.  If this
+    *must_match_one_row* must be True for the first change that is not *only_on_cluster*.  If this
     change matched no row, nothing was changed, and the answer is False; otherwise it is True.  If a
-    later change with *must_match_row* matched no row, or one matched several rows, `Executor.write`
-    rolls back and raises Conflict, or UniqueViolation if an inserted row already exists.
+    later change with *must_match_one_row* matched no row, or one matched several rows,
+    `Executor.write` rolls back and raises Conflict, or UniqueViolation if an inserted row already
+    exists.
 
     Other processes may have written since the transaction's last Read.  The WHERE clause of a
     change must therefore compare columns with the values that the transaction relies on.
@@ -182,7 +183,7 @@ def apply_in_turn(
         if change.only_on_cluster and not is_cluster:
             continue
         matched = run(change)
-        if change.must_match_row and matched != 1:
+        if change.must_match_one_row and matched != 1:
             if is_first and matched == 0:
                 return False
             raise Conflict

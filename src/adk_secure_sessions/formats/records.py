@@ -316,12 +316,12 @@ def parse_header_or_none(record: object) -> tuple[int, int] | None:
 
 
 def open_with_flags(
-    record: bytes, context: bytes, cipher: Cipher, if_packed: Callable[[bytes], bytes] = unpack
+    record: bytes, context: bytes, cipher: Cipher, unpack_with: Callable[[bytes], bytes] = unpack
 ) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its flags and content.
 
     The flags stay: readers of events, of which there may be thousands, take slices in any case.
-    If the record is packed, return what *if_packed* makes of its plaintext: `unpack`,
+    If the record is packed, return what *unpack_with* makes of its plaintext: `unpack`,
     `keep_packed`, or, for wrapped keys and version witnesses, which are never packed,
     `reject_flags`.
     """
@@ -337,7 +337,7 @@ def open_with_flags(
         return plaintext
     if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
-    return if_packed(plaintext)
+    return unpack_with(plaintext)
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

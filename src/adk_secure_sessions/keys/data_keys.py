@@ -208,7 +208,7 @@ class TransactionKeys:
         If *fingerprints*, which the same query has read from `secure_keyring`, differ from the
         keyring and *accepts_changed_keyring* is False, raise StaleKeyring.
         """
-        keyring_has_changed = not self._database_keys.keyring.matches(fingerprints)
+        keyring_has_changed = not self._database_keys.keyring.is_current(fingerprints)
         if keyring_has_changed and not self.accepts_changed_keyring:
             raise StaleKeyring
         by_owner: dict[bytes, dict[int, DataKey | None]] = {}
@@ -348,22 +348,22 @@ class TransactionKeys:
         return True
 
     def seal(
-        self, owner_tag: bytes, context: bytes, content: bytes, *, has_flags: bool = False
+        self, owner_tag: bytes, context: bytes, content: bytes, *, is_packed: bool = False
     ) -> bytes:
         """Encrypt *content* with the owner's current data key, and return the record.
 
-        The content is first compressed and padded as `packing` says.  If *has_flags* is True, it
+        The content is first compressed and padded as `packing` says.  If *is_packed* is True, it
         is not: it begins with its flags already.
         """
         began = perf_counter()
-        plaintext = content if has_flags else self.packing.pack(content)
+        plaintext = content if is_packed else self.packing.pack(content)
         key = self.current(owner_tag)
         assert key is not None
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
             seconds = perf_counter() - began
             kind = self._database_keys.encrypting[key.backend_id]
-            self.operation.values.append((kind, len(content) - has_flags, seconds))
+            self.operation.values.append((kind, len(content) - is_packed, seconds))
         return record
 
     def open(
@@ -371,18 +371,18 @@ class TransactionKeys:
         owner_tag: bytes,
         context: bytes,
         record: bytes,
-        if_packed: Callable[[bytes], bytes] = records.unpack,
+        unpack_with: Callable[[bytes], bytes] = records.unpack,
     ) -> bytes:
         """Decrypt *record*, a record of the owner, and return the content."""
-        return self.open_with_flags(owner_tag, context, record, if_packed)[1:]
+        return self.open_with_flags(owner_tag, context, record, unpack_with)[1:]
 
     def open_with_flags(
-        self, owner_tag: bytes, context: bytes, record: bytes, if_packed: Callable[[bytes], bytes]
+        self, owner_tag: bytes, context: bytes, record: bytes, unpack_with: Callable[[bytes], bytes]
     ) -> bytes:
-        """Decrypt *record*, a record of the owner; *if_packed* as in `records.open_with_flags`."""
+        """Decrypt *record*, a record of the owner, as `records.open_with_flags` does."""
         key = self.key_of(owner_tag, record)
         began = perf_counter()
-        plaintext = records.open_with_flags(record, context, key.cipher, if_packed)
+        plaintext = records.open_with_flags(record, context, key.cipher, unpack_with)
         if self.operation is not None:
             self.count_decrypted(key, len(plaintext) - 1, began)
         return plaintext

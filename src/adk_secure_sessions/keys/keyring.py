@@ -173,7 +173,7 @@ class Keyring(HoldsSecrets):
             return self.separation.old_id
         return self.database_id
 
-    def matches(self, fingerprints: Iterable[MasterFingerprint]) -> bool:
+    def is_current(self, fingerprints: Iterable[MasterFingerprint]) -> bool:
         """Return whether *fingerprints* equal those of the rows that this keyring was read from.
 
         Also return False at `retry_at`, or if there were more than `MAX_ROWS` rows.

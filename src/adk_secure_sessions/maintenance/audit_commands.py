@@ -123,7 +123,7 @@ async def verify_audit(
     Raises:
         ConfigurationError: The database has no audit trail.
     """
-    trail = await _open_trail(db, progress, rows_per_second)
+    trail = await _open_checker(db, progress, rows_per_second)
     logged = _Heads(heads or {}, trail)
     result = AuditVerification(heads=logged.number if heads else None)
     await trail.check_table()
@@ -135,7 +135,7 @@ async def verify_audit(
             logged.ends[chain] = end.number
     if any(logged.missing(trail.purged_heads)):
         # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
-        again = await _open_trail(db, None, rows_per_second)
+        again = await _open_checker(db, None, rows_per_second)
         async for chain, _ in again.chains():
             await again.check(chain)
         trail.purged_heads |= again.purged_heads
@@ -175,7 +175,7 @@ async def export_audit(
         raise ConfigurationError("since and until must have a time zone")
     first = 0 if since is None else of_datetime(since)
     end = _MAX_INT64 if until is None else of_datetime(until)
-    trail = await _open_trail(db, progress, None)
+    trail = await _open_checker(db, progress, None)
     result = AuditExport()
 
     def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ async def purge_audit(
             "only chains older than 48 hours can be deleted: services may still append to others"
         )
     before = time_now() - older_than // timedelta(microseconds=1)
-    trail = await _open_trail(db, progress, None)
+    trail = await _open_checker(db, progress, None)
     result = AuditPurge(before=before)
     due: list[tuple[bytes, _LastRecord]] = []
     async for chain, last in trail.chains():
@@ -351,7 +351,7 @@ class _TrailChecker:
                 self.purged_heads[bytes.fromhex(purged["chain"])] = end
 
 
-async def _open_trail(
+async def _open_checker(
     db: Database, progress: Progress | None, rows_per_second: float | None
 ) -> _TrailChecker:
     keyring = await db.keyring()
@@ -429,7 +429,7 @@ async def _delete_chains(db: Database, due: list[tuple[bytes, _LastRecord]]) -> 
         assert end.link is not None, "the chain was checked"
         at = {"at_chain": chain, "at_number": end.number}
         changes.append(Change(_DELETE_LAST, at))
-        changes.append(Change(_DELETE_OTHERS, at, must_match_row=False))
+        changes.append(Change(_DELETE_OTHERS, at, must_match_one_row=False))
         head = end.link.hex()
         named.append({"chain": chain.hex(), "number": end.number, "head": head})
     database = (await db.keyring()).database_id.hex()

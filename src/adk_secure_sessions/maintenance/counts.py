@@ -29,7 +29,7 @@ from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
     SEALED,
-    SealedColumn,
+    SealedTable,
     apps,
     events,
     sessions,
@@ -102,7 +102,7 @@ async def count_records(
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Return the record counts by table and backend, and the number of spare data keys.
 
-    A record counts as newest if its data key is that of `newest_named_keys`, was created at *since*
+    A record counts as newest if its data key is that of `current_keys`, was created at *since*
     or later, and can be unwrapped by *keyring*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
@@ -115,7 +115,7 @@ async def count_records(
         walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
             groups = await span.read(db.runner.read, query, key)
-            newest, newer = await newest_named_keys(db, {owner for owner, *_ in groups})
+            newest, newer = await current_keys(db, {owner for owner, *_ in groups})
             newer_keys |= newer
             newest_ids = {
                 owner: row.id
@@ -158,7 +158,7 @@ def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
 # --- newest named data keys ------------------------------------------------------------------
 
 
-def split_at_newest_named(
+def split_at_current(
     rows: Collection[DataKeyRow], named: Collection[int]
 ) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
     """Divide all data keys of an owner: older than the newest named one, this one, newer.
@@ -172,7 +172,7 @@ def split_at_newest_named(
     return ordered[:at], ordered[at], ordered[at + 1 :]
 
 
-async def newest_named_keys(
+async def current_keys(
     db: Database, owners: set[object]
 ) -> tuple[dict[object, DataKeyRow], set[int]]:
     """Return the newest data key that each owner's row names, by tag, and the ids of newer ones.
@@ -192,11 +192,11 @@ async def newest_named_keys(
     newest: dict[object, DataKeyRow] = {}
     newer_ids: set[int] = set()
     for owner, rows in keys.items():
-        _, newest[owner], _ = split_at_newest_named(rows, ())
+        _, newest[owner], _ = split_at_current(rows, ())
         key_id = encrypting.get(owner)
         if key_id is not None and key_id != newest[owner].id:
             named = await _named_ids(db, owner, key_id)
-            _, newest[owner], newer = split_at_newest_named(rows, named)
+            _, newest[owner], newer = split_at_current(rows, named)
             newer_ids.update(row.id for row in newer)
     return newest, newer_ids
 
@@ -222,7 +222,7 @@ def select_count(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Se
     return sa.select(sa.func.count()).select_from(source).where(*where)
 
 
-def _count_by_owner(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _count_by_owner(column: SealedTable[Any]) -> sa.Select[Any]:
     """Return the query that counts rows by the tag of their owner, or NULL, and header."""
     source: sa.FromClause = column.table
     owner: sa.ColumnElement[Any] = users.c.tag

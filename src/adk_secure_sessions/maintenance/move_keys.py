@@ -170,7 +170,9 @@ class _Move:
             await self._source.change(partial(self._delete, tables, copy))
         obstacles = await rewrite_tables(self._source.executor, tables, self._db.limits.lock_wait)
         features = self._authenticated(target.features - {FeatureName.MOVING})
-        await self._target.change(partial(self._open, target.meta_rows[meta.FEATURES], features))
+        await self._target.change(
+            partial(self._release_target, target.meta_rows[meta.FEATURES], features)
+        )
         to, cleared = self._target.name, not obstacles
         return KeyMove(to, *copy[:2], has_begun, cleared, tuple(obstacles))
 
@@ -251,7 +253,7 @@ class _Move:
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source)
         moving = self._authenticated(source.features | {FeatureName.MOVING})
-        await self._source.change(partial(self._close, source, moving))
+        await self._source.change(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
@@ -292,7 +294,7 @@ class _Move:
         clusters.claim(connection, *clusters.KEYRING_CLAIMS)
         connection.execute(sa.select(keyring.c.id).with_for_update()).all()
 
-    def _close(self, source: Survey, moving: str, connection: sa.Connection) -> None:
+    def _park_source(self, source: Survey, moving: str, connection: sa.Connection) -> None:
         """Park the master keys, and store *moving*, the features with the feature `moving`."""
         self._lock_keys(connection)
         self._require_run(connection)
@@ -356,7 +358,7 @@ class _Move:
         for name in (meta.FEATURES, meta.MIGRATION_MARK, meta.MOVE):
             meta.put(connection, name, None)
 
-    def _open(self, old: str, new: str, connection: sa.Connection) -> None:
+    def _release_target(self, old: str, new: str, connection: sa.Connection) -> None:
         """Replace the features *old* of the target by *new*, and delete the id of the run."""
         if meta.read(connection, meta.FEATURES) != new:
             self._require_run(connection)

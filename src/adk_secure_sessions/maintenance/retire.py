@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
-from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_newest_named
+from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
 from adk_secure_sessions.maintenance.database import Database, reject_wrapper, run_deletion
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -287,7 +287,7 @@ def _select_unused(
     """
     if not rows:
         return _KeyDecision([], [])
-    older, _, newer = split_at_newest_named(rows, named_ids)
+    older, _, newer = split_at_current(rows, named_ids)
     if headers is None:
         return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}

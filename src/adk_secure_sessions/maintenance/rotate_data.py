@@ -40,7 +40,7 @@ from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.pages import Span, grouped, pages
 from adk_secure_sessions.storage.schema import (
     SEALED,
-    SealedColumn,
+    SealedTable,
     apps,
     data_keys,
     events,
@@ -137,7 +137,7 @@ async def rotate_data(
 class _EncryptedRecord(NamedTuple):
     """A stored record, still encrypted: its column, its row, and the ids for its context."""
 
-    column: SealedColumn[Any]
+    column: SealedTable[Any]
     row: Any
     ids: Sequence[str]
 
@@ -220,7 +220,7 @@ async def _witness_records(
 
 
 async def _read_by_keys(
-    db: Database, column: SealedColumn[Any], keys: Sequence[tuple[Any, ...]]
+    db: Database, column: SealedTable[Any], keys: Sequence[tuple[Any, ...]]
 ) -> list[Any]:
     rows: list[Any] = []
     for start in range(0, len(keys), _GROUP_SIZE):
@@ -294,17 +294,17 @@ class DataRotationRun(RotationRun):
             return  # the owner was deleted since its tag was read
         if keys.current(tag) is None and not self._dry_run:
             return  # a rotation for another backend has replaced the new key: `_count_left` counts
-        new_ids = self._new_ids(keys, tag)
-        await self._reencrypt(keys, tag, new_ids, records)
+        wanted_header = self._wanted_header(keys, tag)
+        await self._reencrypt(keys, tag, wanted_header, records)
         if table is apps:
             return
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
         # key older than that of the session, so events appended later use the new data key.
-        current = build_header(*new_ids) if new_ids else b""
+        current = build_header(*wanted_header) if wanted_header else b""
         async for records in _records_of_sessions(
             self._db, app_name, row.id, current, self._problems
         ):
-            await self._reencrypt(keys, tag, new_ids, records)
+            await self._reencrypt(keys, tag, wanted_header, records)
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -323,7 +323,7 @@ class DataRotationRun(RotationRun):
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned))
             await self._db.runner.run_on_keys(lambda connection: connection.execute(query).close())
 
-    def _new_ids(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:
+    def _wanted_header(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:
         """Return the ids of the backend and the key that the owner's records are to have, or None.
 
         Return None if the current data key is not the newest one, or is older than the rotation, as
@@ -338,10 +338,10 @@ class DataRotationRun(RotationRun):
         self,
         keys: TransactionKeys,
         owner_tag: bytes,
-        new_ids: tuple[int, int] | None,
+        wanted_header: tuple[int, int] | None,
         records: list[_EncryptedRecord],
     ) -> None:
-        """Re-encrypt those *records* whose headers do not contain *new_ids* yet.
+        """Re-encrypt those *records* whose headers do not contain *wanted_header* yet.
 
         A record that another process has changed since it was read is left unchanged.  Each
         re-encrypted record is read again before it is counted.
@@ -353,7 +353,10 @@ class DataRotationRun(RotationRun):
             column = record.column
             try:
                 with locating_errors(column.name, record.name):
-                    if new_ids is None or parse_header_or_none(record.stored) != new_ids:
+                    if (
+                        wanted_header is None
+                        or parse_header_or_none(record.stored) != wanted_header
+                    ):
                         context = column.context(record.ids, record.row)
                         plaintext = _decrypt(keys, owner_tag, context, column, record.stored)
                         old.append((record, context, plaintext))
@@ -365,7 +368,7 @@ class DataRotationRun(RotationRun):
             return
         changes: _Replacements = {}
         for record, context, plaintext in old:
-            sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
+            sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
             again = partial(_decrypt, keys, owner_tag, context, record.column, sealed)
             require_same(record.column.name, record.name, plaintext, again)
             changes.setdefault(record.column, []).append((record, sealed))
@@ -408,15 +411,15 @@ class DataRotationRun(RotationRun):
 
 
 def _decrypt(
-    keys: TransactionKeys, owner: bytes, context: bytes, column: SealedColumn[Any], stored: bytes
+    keys: TransactionKeys, owner: bytes, context: bytes, column: SealedTable[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
-    if_packed = reject_flags if column.table is witnesses else keep_packed
-    return keys.open_with_flags(owner, context, stored, if_packed)
+    unpack_with = reject_flags if column.table is witnesses else keep_packed
+    return keys.open_with_flags(owner, context, stored, unpack_with)
 
 
 # The records to replace and the new ones, by column.
-_Replacements = dict[SealedColumn[Any], list[tuple[_EncryptedRecord, bytes]]]
+_Replacements = dict[SealedTable[Any], list[tuple[_EncryptedRecord, bytes]]]
 
 
 def _replace(changes: _Replacements, connection: sa.Connection) -> None:
@@ -430,7 +433,7 @@ def _replace(changes: _Replacements, connection: sa.Connection) -> None:
 
 
 @functools.cache
-def _select_by_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _select_by_keys(column: SealedTable[Any]) -> sa.Select[Any]:
     wanted = [
         sa.and_(
             *(
@@ -444,7 +447,7 @@ def _select_by_keys(column: SealedColumn[Any]) -> sa.Select[Any]:
 
 
 @functools.cache
-def _select_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any]:
+def _select_keys_under_other_headers(column: SealedTable[Any]) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records whose header is not `current`."""
     return (
         sa.select(*column.key, sa.func.length(column.value))
@@ -458,7 +461,7 @@ def _select_keys_under_other_headers(column: SealedColumn[Any]) -> sa.Select[Any
 
 
 @functools.cache
-def _replace_if_unchanged(column: SealedColumn[Any]) -> sa.Update:
+def _replace_if_unchanged(column: SealedTable[Any]) -> sa.Update:
     """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
     The statement compares the row's version, if it has one, and the record's header, which names

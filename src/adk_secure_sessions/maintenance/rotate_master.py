@@ -156,12 +156,12 @@ class _MasterRotationRun(RotationRun):
         current = (WRAP_BACKEND_ID, self.result.master_id)
         async for rows in scan_data_keys(self._db):
             old = [row for row in rows if parse_header_or_none(row.wrapped) != current]
-            await self._wrap(old, keyring)
+            await self._rewrap_batch(old, keyring)
             await self._meter.advance(len(rows))
             await self._require_checkpoint()
         return self.result.rotated > before
 
-    async def _wrap(self, rows: list[DataKeyRow], keyring: Keyring) -> None:
+    async def _rewrap_batch(self, rows: list[DataKeyRow], keyring: Keyring) -> None:
         """Wrap the data keys with the new data master; count those that are stored."""
         keys: dict[DataKeyRow, bytes] = {}
         for row in rows:
@@ -178,7 +178,7 @@ class _MasterRotationRun(RotationRun):
         for before, after in pairs:
             decrypt = partial(unwrap_data_key, after, keyring)
             require_same(data_keys.name, after.id, keys[before], decrypt)
-        await self._db.runner.run_on_keys(partial(_rewrap, pairs, master_id))
+        await self._db.runner.run_on_keys(partial(_store_rewrapped, pairs, master_id))
         new = {after for _, after in pairs}
         read, ids = self._db.runner.read_keys, [before.id for before, _ in pairs]
         stored = await rows_where(read, DATA_KEYS, data_keys.c.id, ids)
@@ -210,7 +210,7 @@ def _insert_master(
         connection.execute(sa.insert(keyring_table).values(row._asdict()))
 
 
-def _rewrap(
+def _store_rewrapped(
     pairs: list[tuple[DataKeyRow, DataKeyRow]], master_id: int, connection: sa.Connection
 ) -> None:
     """For each pair of an old and a new row, replace the old row if it has not changed."""

@@ -508,7 +508,9 @@ def kinds_in(connection: sa.Connection, *, reads_all: bool = False) -> frozenset
         columns = {column["name"]: column for column in inspector.get_columns("events")}
         if {"app_name", "user_id", "session_id", "timestamp"} <= columns.keys():
             reads_all = reads_all and not kinds
-            states = not_plaintext(connection) if reads_all else _first_and_last_states(connection)
+            states = (
+                non_json_states(connection) if reads_all else _first_and_last_states(connection)
+            )
             is_1x = any(map(is_envelope, states))
             kinds.add(TableKind.PACKAGE_1X if is_1x else kind_of_adk(connection, tables, columns))
     return frozenset(kinds)
@@ -543,7 +545,7 @@ def _first_and_last_states(connection: sa.Connection) -> list[str | bytes]:
     return starts
 
 
-def not_plaintext(connection: sa.Connection, limit: int | None = None) -> Iterator[Any]:
+def non_json_states(connection: sa.Connection, limit: int | None = None) -> Iterator[Any]:
     """Yield the states that are not JSON objects, at most *limit* of each table."""
     for table in _WITH_STATES:
         is_object = sa.func.substr(_start_of(table, connection), 1, 1) == "{"

@@ -134,7 +134,7 @@ class ComparisonRun:
             result.changed += 1
             tag = self.scan.tag(changed.ids, has_ids=changed.has_ids)
             self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *changed.ids)
-        async for ids, tag, copy in self.scan.copies_without_source():
+        async for ids, tag, copy in self.scan.gone_copies():
             if isinstance(copy, Unreadable):
                 result.different += 1
                 self._findings.add(tag, copy.reason, *ids)

@@ -141,7 +141,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
         await self._service.prepare_tables()
-        await self._uses_source()
+        await self._prepare_source()
 
     @audit.accessed("session.create", _service_of)
     async def create_session(
@@ -159,7 +159,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         the source with this id.
         """
         check_ids(app_name, user_id, session_id or "")
-        if await self._uses_source():
+        if await self._prepare_source():
             await self._copy_states(app_name, user_id)
             if session_id is not None and await self._source_has((app_name, user_id, session_id)):
                 await self._copy((app_name, user_id, session_id))
@@ -190,7 +190,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             session_id=session_id,
             config=config,
         )
-        if await self._uses_source():
+        if await self._prepare_source():
             await self._copy_states(app_name, user_id)
             session = await get()
             if session is not None or not await self._copy(ids):
@@ -208,7 +208,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """
         check_ids(app_name, user_id or "", "")
         listing = partial(self._service.list_sessions, app_name=app_name, user_id=user_id)
-        if not await self._uses_source():
+        if not await self._prepare_source():
             return await listing()
         # Read the source first.  If a session is copied after that, both listings contain it.
         of_source = await self._sessions_of(app_name, user_id)
@@ -249,7 +249,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """
         ids = (app_name, user_id, session_id)
         check_ids(*ids)
-        if await self._uses_source() and await self._source_has(ids):
+        if await self._prepare_source() and await self._source_has(ids):
             await self._imports.add_tombstone(*ids)
         await self._service.delete_session(
             app_name=app_name, user_id=user_id, session_id=session_id
@@ -259,7 +259,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, which is copied if it was not copied yet."""
         check_ids(app_name, user_id, "")
-        if await self._uses_source():
+        if await self._prepare_source():
             await self._copy_states(app_name, user_id)
         return await self._service.get_user_state(app_name=app_name, user_id=user_id)
 
@@ -273,7 +273,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return event
         ids = (session.app_name, session.user_id, session.id)
         check_ids(*ids)
-        if await self._uses_source():
+        if await self._prepare_source():
             await self._copy_states(session.app_name, session.user_id)
             if not _SERVICE_MARKER.fullmatch(session._storage_update_marker or ""):
                 await self._copy(ids)
@@ -292,7 +292,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     # --- Copied sessions and states ---------------------------------------------------------------
 
-    async def _uses_source(self) -> bool:
+    async def _prepare_source(self) -> bool:
         """Return whether to read the source: not if the mark that ends the migration is stored.
 
         The mark is read again each time that this process has read the keyring.

@@ -300,7 +300,7 @@ class _MigrationRun:
                 "of them: nothing was deleted; check the root keys and the backends of the source, "
                 "or omit --delete-gone (delete_gone)"
             )
-        async for ids, tag, copy in self.scan.copies_without_source():
+        async for ids, tag, copy in self.scan.gone_copies():
             if isinstance(copy, Unreadable):
                 self.result.bad += 1
                 self.findings.add(tag, copy.reason, *ids)

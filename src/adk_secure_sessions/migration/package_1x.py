@@ -18,7 +18,12 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, convert_event_json, convert_state, to_text
-from adk_secure_sessions.migration.adk_sql import AdkQueries, TableKind, kind_of_adk, not_plaintext
+from adk_secure_sessions.migration.adk_sql import (
+    AdkQueries,
+    TableKind,
+    kind_of_adk,
+    non_json_states,
+)
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -87,7 +92,7 @@ class Package1x(AdkTables):
         if self._queries is None:
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.run_decoded(work)
-            samples = await self.run_in_snapshot(lambda c: list(not_plaintext(c, limit=2)))
+            samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, limit=2)))
             found = await asyncio.to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )

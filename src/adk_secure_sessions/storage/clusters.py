@@ -65,7 +65,7 @@ def _claim_name(name: str) -> list[Change]:
     insert = Change(_INSERT_NAME, {"name": name, "value": ""}, only_on_cluster=True)
     remove = Change(_DELETE_NAME, {"at_name": name}, only_on_cluster=True)
     # An attacker may have stored such a row.
-    return [remove._replace(must_match_row=False), insert, remove]
+    return [remove._replace(must_match_one_row=False), insert, remove]
 
 
 def claim(connection: sa.Connection, *names: str) -> None:

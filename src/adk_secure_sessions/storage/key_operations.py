@@ -27,7 +27,7 @@ from adk_secure_sessions.storage.schema import (
     SNAPSHOTS,
     WITNESSES,
     Owner,
-    SealedColumn,
+    SealedTable,
     StoredSession,
 )
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
@@ -39,7 +39,7 @@ T = TypeVar("T")
 HeaderCounts = Counter[tuple[str, bytes]]
 
 
-def _count_headers(*records: tuple[SealedColumn[Any], bytes]) -> HeaderCounts:
+def _count_headers(*records: tuple[SealedTable[Any], bytes]) -> HeaderCounts:
     return Counter((column.name, record[:HEADER_LENGTH]) for column, record in records)
 
 
@@ -161,7 +161,7 @@ class RenewKey(Write[RenewedKey]):
     not_before: int
     of_user: bool
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[RenewedKey]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[RenewedKey]:
         rows = yield from read_rows(attempt, sql.OWNERS)
         keys, stored = attempt.keys, attempt.keys.key_ids_of_earlier_attempts
         owner = _open_owner(attempt, rows, of_user=self.of_user)
@@ -175,11 +175,11 @@ class RenewKey(Write[RenewedKey]):
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)
         if current is None or current.created_at < self.not_before or not is_newest:
-            owners.new_key(row.tag, self.not_before)
+            owner_changes.new_key(row.tag, self.not_before)
         elif owner.key_ids == (current.id,):
             return RenewedKey()
-        owners.update(owner._replace(key_ids=()))
-        yield from apply_changes(owners.changes)
+        owner_changes.update(owner._replace(key_ids=()))
+        yield from apply_changes(owner_changes.changes)
         return RenewedKey(created=bool(keys.new_rows or stored), changed=True)
 
 
@@ -202,13 +202,13 @@ class EnsureOwners(Write[TransactionKeys]):
                 return keys
         return await super().execute(attempt, executors)
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[TransactionKeys]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[TransactionKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)
         app, user = sealed_rows.open_owners(attempt, rows)
-        app = owners.ensure_app(app, {}, needs_key=True)
-        owners.ensure_user(user, app.row.id, {}, None)
-        if owners.changes:
-            yield from apply_changes(owners.changes)
+        app = owner_changes.ensure_app(app, {}, needs_key=True)
+        owner_changes.ensure_user(user, app.row.id, {}, None)
+        if owner_changes.changes:
+            yield from apply_changes(owner_changes.changes)
         return attempt.keys
 
 

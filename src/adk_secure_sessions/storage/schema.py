@@ -349,7 +349,7 @@ def _names(row: Any, prefix: str) -> list[str]:
 # --- sealed columns -------------------------------------------------------------------------------
 
 
-class SealedColumn(Generic[R]):
+class SealedTable(Generic[R]):
     """A column that contains records: the last column of its table.
 
     A record is bound to its context (docs/format.md, "Contexts"): the kind of the record, ids, the
@@ -402,13 +402,13 @@ class SealedColumn(Generic[R]):
         return self.row_type(*row[:-1], record)
 
 
-APPS = SealedColumn("app", AppRow, apps, "version", ids=1)
-USERS = SealedColumn("user", UserRow, users, "version", ids=1)
-WITNESSES = SealedColumn("witness", WitnessRow, witnesses, "number", ids=1)
-SESSIONS = SealedColumn("session", SessionRow, sessions, "revision", ids=2)
-SNAPSHOTS = SealedColumn("base", SnapshotRow, snapshots, "revision", ids=3)
-EVENTS = SealedColumn("event", EventRow, events, "", ids=3)
-SEALED: tuple[SealedColumn[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
+APPS = SealedTable("app", AppRow, apps, "version", ids=1)
+USERS = SealedTable("user", UserRow, users, "version", ids=1)
+WITNESSES = SealedTable("witness", WitnessRow, witnesses, "number", ids=1)
+SESSIONS = SealedTable("session", SessionRow, sessions, "revision", ids=2)
+SNAPSHOTS = SealedTable("base", SnapshotRow, snapshots, "revision", ids=3)
+EVENTS = SealedTable("event", EventRow, events, "", ids=3)
+SEALED: tuple[SealedTable[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -32,7 +32,7 @@ from adk_secure_sessions.storage.schema import (
     EventRow,
     Identity,
     Owner,
-    SealedColumn,
+    SealedTable,
     SessionRow,
     SnapshotRow,
     StoredSession,
@@ -74,7 +74,7 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     return user
 
 
-def column_of(row: AppRow | UserRow) -> SealedColumn[Any]:
+def column_of(row: AppRow | UserRow) -> SealedTable[Any]:
     return USERS if isinstance(row, UserRow) else APPS
 
 
@@ -329,7 +329,7 @@ def seal_witness(
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.identity.ids, row)
-    seal = attempt.keys.seal(owner_tag, context, records.FLAGS + link, has_flags=True)
+    seal = attempt.keys.seal(owner_tag, context, records.FLAGS + link, is_packed=True)
     return WitnessRow(tag, number, seal)
 
 
@@ -351,7 +351,7 @@ def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
 
 
 def _seal(
-    attempt: Attempt, owner_tag: bytes, column: SealedColumn[R], row: R, plaintext: bytes
+    attempt: Attempt, owner_tag: bytes, column: SealedTable[R], row: R, plaintext: bytes
 ) -> R:
     context = column.context(attempt.identity.ids, row)
     return column.with_record(row, attempt.keys.seal(owner_tag, context, plaintext))

@@ -285,14 +285,14 @@ class Write(StorageOperation[T]):
             self._sent_results.clear()  # only the first attempt uses cached rows
             raise
 
-    def _locked_steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
+    def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
         for query in self.lock_queries:
             yield Read(query, attempt.identity.tags())
-        return (yield from self.steps(attempt, owners))
+        return (yield from self.steps(attempt, owner_changes))
 
     @abstractmethod
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[T]:
-        """Return the generator of the transaction; *owners* has its changes of apps and users."""
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
+        """Return the generator of the transaction."""
 
 
 @dataclass(eq=False, repr=False)
@@ -311,7 +311,7 @@ class CreateSession(Write[SessionView]):
     now: int
     expires_at: int = NEVER
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[SessionView]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[SessionView]:
         may_skip_read = attempt.may_skip_read and not (self.app_delta or self.user_delta)
         if may_skip_read and (cached := cached_owners(attempt)):
             return (yield from self._create_from_cache(attempt, cached))
@@ -324,13 +324,13 @@ class CreateSession(Write[SessionView]):
         if stored and user and app:  # others may have changed it since
             sent = self._sent_results[stored.row.id]
             return SessionView(sent, user.user_id, app.state, user.state)
-        app = owners.ensure_app(app, self.app_delta)
-        changed = owners.ensure_user(user, app.row.id, self.user_delta, rows.session)
+        app = owner_changes.ensure_app(app, self.app_delta)
+        changed = owner_changes.ensure_user(user, app.row.id, self.user_delta, rows.session)
         session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, as_parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
             row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
-        yield from apply_changes([*owners.changes, row, *rest])
+        yield from apply_changes([*owner_changes.changes, row, *rest])
         return SessionView(session, changed.user_id, app.state, changed.state)
 
     def _create_from_cache(self, attempt: Attempt, cached: "CachedOwners") -> Steps[SessionView]:
@@ -428,7 +428,7 @@ class AppendEvent(Write[StoredSession]):
     event: NewEvent
     on_commit: Callable[[StoredSession], None] = lambda session: None
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
         cached = self._cached_session(attempt)
         if cached and (appended := self._changes(attempt, cached)):
@@ -447,12 +447,12 @@ class AppendEvent(Write[StoredSession]):
             return (yield from self._recognize_lost_answer(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
-            owners.ensure_app(app, event.app_delta)
-        owners.ensure_user(user, user.app_row, event.user_delta, session.row)
+            owner_changes.ensure_app(app, event.app_delta)
+        owner_changes.ensure_user(user, user.app_row, event.user_delta, session.row)
         appended = self._changes(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
-        yield from apply_changes(changes + owners.changes)
+        yield from apply_changes(changes + owner_changes.changes)
         return updated
 
     def _cached_session(self, attempt: Attempt) -> StoredSession | None:
@@ -533,7 +533,7 @@ class DeleteSession(Write[bool | None]):
 
     condition: Callable[[StoredSession], bool] | None = None
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[bool | None]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
         cached = attempt.cache.verified_session(tag) if attempt.may_skip_read else None
         if cached and self.condition is None:
@@ -565,7 +565,7 @@ class DeleteSession(Write[bool | None]):
 def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes that delete the events, the snapshot, and rows of the search index."""
     at_row = {"at_id": session.row.id}
-    changes = [Change(sql.DELETE_EVENTS, at_row, must_match_row=False)]
+    changes = [Change(sql.DELETE_EVENTS, at_row, must_match_one_row=False)]
     if session.row.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes + index_rows.removal_changes(attempt, session.row.id)
@@ -607,7 +607,7 @@ def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, Stor
 
 def replacement_changes(
     attempt: Attempt,
-    owners: OwnerChanges,
+    owner_changes: OwnerChanges,
     old: StoredSession,
     new: StoredSession,
     witness: WitnessRow,
@@ -615,7 +615,7 @@ def replacement_changes(
     """Return the changes that replace *old*, its events and its snapshot by *new* and *witness*."""
     row = Change(sql.REPLACE_SESSION, as_parameters(old.row, "at_") | as_parameters(new.row))
     of_witness = _witness_change(old.row.id, witness)
-    return [row, *owners.changes, of_witness, *_deletions_by_id(attempt, old)]
+    return [row, *owner_changes.changes, of_witness, *_deletions_by_id(attempt, old)]
 
 
 def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:

@@ -142,7 +142,7 @@ class _Draft:
         last = between.pop() if between else None
         changes = [Change(_INSERT, first)]
         if between:
-            changes.append(Change(_INSERT, {}, must_match_row=False, rows=between))
+            changes.append(Change(_INSERT, {}, must_match_one_row=False, rows=between))
         if last is not None:
             changes.append(Change(_INSERT, last))
         return changes

@@ -212,13 +212,13 @@ class ReplaceItems(AppendEvent):
     _: KW_ONLY
     replaced: Mapping[int, bytes]
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         self._rows: dict[int, Row] = {}
         for part in sql.padded_chunks(self.replaced):
             where = {"session_row": self.expected.session_row, **sql.list_parameters(part)}
             for row in (yield Read(sql.events_at(len(part)), where)):
                 self._rows[row[EVENT_SEQ]] = row
-        return (yield from super().steps(attempt, owners))
+        return (yield from super().steps(attempt, owner_changes))
 
     def _changes(
         self, attempt: Attempt, session: StoredSession
@@ -265,13 +265,13 @@ class RewriteItems(Write[StoredSession]):
     items: Sequence[bytes]
     now: int
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[StoredSession]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_with_last_event(attempt)
         if session.row.id in self._sent_results:
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
-        owners.ensure_user(user, user.app_row, {}, session.row)
+        owner_changes.ensure_user(user, user.app_row, {}, session.row)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = sealed_rows.seal_session(attempt, session._replace(row=row, head=links[-1]))
@@ -280,7 +280,7 @@ class RewriteItems(Write[StoredSession]):
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)
         self._sent_results[new.row.id] = new
-        yield from apply_changes(replacement_changes(attempt, owners, session, new, witness))
+        yield from apply_changes(replacement_changes(attempt, owner_changes, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             yield from apply_changes([Change(sql.INSERT_EVENT, as_parameters(row)) for row in part])

@@ -262,7 +262,7 @@ class ImportSession(_Import[ImportStatus]):
         self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
         if attempt.may_skip_read and not self.replace and (cached := cached_owners(attempt)):
             return (yield from self._import_from_cache(attempt, cached))
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
@@ -279,13 +279,13 @@ class ImportSession(_Import[ImportStatus]):
             is_untouched = session.id_and_revision == (row.row_id, row.number)
             status = self._status(sessions.name, session, row, is_untouched=is_untouched)
             if status.is_due:
-                yield from self._replace_session(attempt, owners, user, session, row)
+                yield from self._replace_session(attempt, owner_changes, user, session, row)
             return status
         if session:
             return ImportStatus.SAME_ID
         if row:
             return ImportStatus.DELETED
-        yield from self._create(attempt, owners, app, user)
+        yield from self._create(attempt, owner_changes, app, user)
         return ImportStatus.NEW
 
     def _import_from_cache(self, attempt: Attempt, cached: CachedOwners) -> Steps[ImportStatus]:
@@ -302,10 +302,10 @@ class ImportSession(_Import[ImportStatus]):
         return ImportStatus.NEW
 
     def _create(
-        self, attempt: Attempt, owners: OwnerChanges, app: Owner | None, user: Owner | None
+        self, attempt: Attempt, owner_changes: OwnerChanges, app: Owner | None, user: Owner | None
     ) -> Steps[None]:
-        app = owners.ensure_app(app, {})
-        changed = owners.ensure_user(user, app.row.id, {}, None)
+        app = owner_changes.ensure_app(app, {})
+        changed = owner_changes.ensure_user(user, app.row.id, {}, None)
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
@@ -314,21 +314,21 @@ class ImportSession(_Import[ImportStatus]):
         # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
         # then sees that tombstone.
         remember = Change(sql.INSERT_MIGRATED, row._asdict())
-        changes = [remember, *owners.changes, insert, *new.inserts(attempt)]
+        changes = [remember, *owner_changes.changes, insert, *new.inserts(attempt)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 
     def _replace_session(
         self,
         attempt: Attempt,
-        owners: OwnerChanges,
+        owner_changes: OwnerChanges,
         user: Owner,
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owners.ensure_user(user, user.app_row, {}, old.row)
+        owner_changes.ensure_user(user, user.app_row, {}, old.row)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
-        changes = replacement_changes(attempt, owners, old, new.session, new.witness)
+        changes = replacement_changes(attempt, owner_changes, old, new.session, new.witness)
         changes += [*new.other_inserts, _update(row, new_row)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
@@ -363,7 +363,10 @@ class ImportSession(_Import[ImportStatus]):
             if first:
                 changes = [Change(sql.INSERT_EVENT, rows.pop(0))]
             if rows:
-                changes = [*changes, Change(sql.INSERT_EVENT, {}, must_match_row=False, rows=rows)]
+                changes = [
+                    *changes,
+                    Change(sql.INSERT_EVENT, {}, must_match_one_row=False, rows=rows),
+                ]
             if not (yield Apply(changes)):
                 if first:
                     raise Conflict
@@ -387,7 +390,7 @@ class ImportState(_Import[ImportStatus]):
         self._state = state
         self.of_user = of_user
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[ImportStatus]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
         rows = yield from read_rows(attempt, sql.IMPORTED_OWNERS)
         if self.of_user:
             app, user = sealed_rows.open_owners(attempt, rows)
@@ -408,23 +411,23 @@ class ImportState(_Import[ImportStatus]):
                 return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:
             return ImportStatus.SAME_ID
-        changed = self._set(app, user, owners)
+        changed = self._set(app, user, owner_changes)
         new = self.macs.row(self._tag, changed.row.id, changed.version, self.source)
         remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
-        yield from apply_changes([*owners.changes, remember])
+        yield from apply_changes([*owner_changes.changes, remember])
         return status
 
-    def _set(self, app: Owner | None, user: Owner | None, owners: OwnerChanges) -> Owner:
+    def _set(self, app: Owner | None, user: Owner | None, owner_changes: OwnerChanges) -> Owner:
         if not self.of_user and app is None:
-            return owners.ensure_app(None, load_state(self._state))
-        owner = app = owners.ensure_app(app, {})
+            return owner_changes.ensure_app(None, load_state(self._state))
+        owner = app = owner_changes.ensure_app(app, {})
         if self.of_user:
             if user is None:
-                return owners.ensure_user(None, app.row.id, load_state(self._state), None)
+                return owner_changes.ensure_user(None, app.row.id, load_state(self._state), None)
             owner = user
         if self._source_of(owner) == self.source:
             return owner
-        return owners.set_state(owner, self._state)
+        return owner_changes.set_state(owner, self._state)
 
     def _source_of(self, owner: Owner) -> bytes:
         return self.macs.of_state(owner.row.tag, owner.state)
@@ -442,7 +445,7 @@ class AddTombstone(Write[None]):
 
     macs: ImportMacs
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[None]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[None]:
         tag = self.identity.session_tag
         rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.list_parameters([tag, tag]))
         if rows:

@@ -167,7 +167,7 @@ def entries(
 def insertion_changes(row_id: int, value_tags: Entries) -> list[Change]:
     """Return the changes that store the rows of a new session or user."""
     rows = [IndexedRow(row_id, *entry)._asdict() for entry in value_tags.items()]
-    return [Change(sql.INSERT_INDEXED, {}, must_match_row=False, rows=rows)] if rows else []
+    return [Change(sql.INSERT_INDEXED, {}, must_match_one_row=False, rows=rows)] if rows else []
 
 
 def update_changes(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
@@ -178,12 +178,12 @@ def update_changes(row_id: int, value_tags: Entries, removed: Iterable[bytes] = 
     changes = []
     for key_tag, value_tag in value_tags.items():
         at = {"at_id": row_id, "at_key": key_tag, "value_tag": value_tag}
-        changes.append(Change(sql.UPDATE_INDEXED, at, must_match_row=False))
+        changes.append(Change(sql.UPDATE_INDEXED, at, must_match_one_row=False))
         row = IndexedRow(row_id, key_tag, value_tag)._asdict()
-        changes.append(Change(sql.INSERT_MISSING_INDEXED, row, must_match_row=False))
+        changes.append(Change(sql.INSERT_MISSING_INDEXED, row, must_match_one_row=False))
     for tag in removed:
         at = {"at_id": row_id, "at_key": tag}
-        changes.append(Change(sql.DELETE_INDEXED, at, must_match_row=False))
+        changes.append(Change(sql.DELETE_INDEXED, at, must_match_one_row=False))
     return changes
 
 
@@ -191,7 +191,7 @@ def removal_changes(attempt: Attempt, row_id: int) -> list[Change]:
     """Return the changes that delete all rows of a session that is deleted."""
     if not attempt.keys.keyring.indexed_keys or attempt.identity.is_collection:
         return []
-    return [Change(sql.DELETE_ALL_INDEXED, {"at_id": row_id}, must_match_row=False)]
+    return [Change(sql.DELETE_ALL_INDEXED, {"at_id": row_id}, must_match_one_row=False)]
 
 
 def state_of(session: StoredSession) -> JsonObject:

@@ -209,7 +209,7 @@ class CorrectIndexed(Write[int]):
         query = sql.LOCK_USER if self.of_user else sql.LOCK_SESSION
         self.lock_queries: Sequence[sa.Executable] = (query,)
 
-    def steps(self, attempt: Attempt, owners: OwnerChanges) -> Steps[int]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
         query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
         rows = yield from read_rows(attempt, query)
         compared = _differences(attempt, rows, self.keys, of_user=self.of_user)
