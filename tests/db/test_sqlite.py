@@ -137,6 +137,28 @@ async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it(
     assert await stored(numbers) == [1]
 
 
+async def test_tasks_of_one_iteration_share_a_commit(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits: list[int] = []
+    delivered = sqlite._deliver
+
+    def deliver(jobs: list[Job]) -> None:
+        commits.append(len(jobs))
+        delivered(jobs)
+
+    monkeypatch.setattr(sqlite, "_deliver", deliver)
+
+    async def add_ten(first: int) -> None:
+        for number in range(first, first + 10):
+            await numbers.write(partial(add, number))
+            time.sleep(0.001)  # releases the GIL, as serializing an event does
+
+    await asyncio.gather(*map(add_ten, range(0, 200, 10)))
+    assert commits[-8:] == [20] * 8
+    assert await stored(numbers) == list(range(200))
+
+
 async def test_job_that_ends_before_it_is_awaited_has_its_result(
     numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,20 @@ async def test_link_in_place_of_a_mark_is_replaced(
     assert (victim / "important").read_bytes() == before
 
 
+async def test_file_that_is_put_in_place_of_a_new_mark_is_not_emptied(
+    store: BlobStore, tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.mark(OTHER)
+    before = (victim / "important").read_bytes()
+
+    def replace(_parent: object, name: str) -> None:
+        (tmp_path / "blobs" / PREFIX / "deleted" / name).hardlink_to(victim / "important")
+
+    monkeypatch.setattr(blob_directory, "_unlink", replace)
+    await store.mark(NAME)
+    assert (victim / "important").read_bytes() == before
+
+
 async def test_upload_into_a_link_stores_nothing_elsewhere(
     store: BlobStore, tmp_path: Path, victim: Path
 ) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 import pytest
 
@@ -456,6 +456,36 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     assert (await runner.keyring()) is newer
     # They are read again after the keyring, because both may have changed meanwhile.
     assert executor.requests == ["read data keys of owners"] * 2
+
+
+def test_rereads_of_two_event_loops_that_fail_leave_the_retry_due() -> None:
+    old = keyring()
+    old.retry_at = 0.0
+    second_began, first_ended = Event(), Event()
+
+    async def fail(_: Keyring | None) -> Keyring:
+        is_first = current_thread() is first
+        if not is_first:
+            second_began.set()
+        await asyncio.to_thread((second_began if is_first else first_ended).wait, 5)
+        raise DatabaseError("the key service is down")
+
+    runner, keys = runner_of(one_database()[0], fail), data_keys(old)
+
+    def reread() -> None:
+        with pytest.raises(DatabaseError):
+            asyncio.run(runner.reread_keyring(keys, old))
+
+    first = Thread(target=reread)
+    first.start()
+    while old.retry_at == 0.0:
+        time.sleep(0.01)
+    second = Thread(target=reread)
+    second.start()
+    first.join()
+    first_ended.set()
+    second.join()
+    assert old.retry_at == 0.0
 
 
 # --- single statements, identities, the end -------------------------------------------------------
