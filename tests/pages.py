@@ -220,10 +220,11 @@ class Page:
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[None]:
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
+        output = io.BytesIO()
+        stream = io.TextIOWrapper(output, "utf-8", write_through=True)
+        with contextlib.redirect_stdout(stream):
             yield
-        self._printed = output.getvalue()
+        self._printed = output.getvalue().decode()
 
     # --- commands --------------------------------------------------------------------------------
 
