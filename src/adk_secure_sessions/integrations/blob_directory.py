@@ -117,7 +117,7 @@ class BlobDirectory(BlobStore):
             if replace:  # a new file has a new time, on every file system
                 _unlink(parent, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
-            # Nor is one truncated that somebody put in its place since.
+            # With "ab", a file that somebody has put in its place since is not truncated.
             mode = "ab" if replace else "xb"
             with open(parent.at(name), mode, opener=parent.opener) as file:
                 file.write(data)

@@ -40,7 +40,7 @@ HeaderCounts = Counter[tuple[str, bytes]]
 
 
 def _count_headers(*records: tuple[SealedTable[Any], bytes]) -> HeaderCounts:
-    return Counter((column.name, record[:HEADER_LENGTH]) for column, record in records)
+    return Counter((table.name, record[:HEADER_LENGTH]) for table, record in records)
 
 
 class CheckedOwner(NamedTuple):
@@ -69,7 +69,7 @@ class CheckOwner(StorageOperation[CheckedOwner | None]):
         if owner is None:
             return None
         row, seal = owner.row, rows.witnesses[owner.row.tag].seal
-        headers = _count_headers((sealed_rows.column_of(row), row.state), (WITNESSES, seal))
+        headers = _count_headers((sealed_rows.table_of(row), row.state), (WITNESSES, seal))
         return CheckedOwner(attempt.identity.app_name, owner, headers)
 
 
@@ -169,7 +169,7 @@ class RenewKey(Write[RenewedKey]):
             return RenewedKey(orphaned=stored)
         # A rotation does not have the options of the services, so it packs the row as it was.
         row = owner.row
-        context = sealed_rows.column_of(row).context(attempt.identity.ids, row)
+        context = sealed_rows.table_of(row).context(attempt.identity.ids, row)
         keys.packing = packing_of(keys.open_with_flags(row.tag, context, row.state, keep_packed))
         if stored:
             keys.choose_current(row.tag, stored)

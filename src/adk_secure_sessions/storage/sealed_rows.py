@@ -74,7 +74,7 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     return user
 
 
-def column_of(row: AppRow | UserRow) -> SealedTable[Any]:
+def table_of(row: AppRow | UserRow) -> SealedTable[Any]:
     return USERS if isinstance(row, UserRow) else APPS
 
 
@@ -87,9 +87,9 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     if cached and cached.value.row == row and witness and cached.witness == witness:
         owner = cached.value
     else:
-        column, user_id = column_of(row), ""
-        with locating_errors(column.name, row.id):
-            context = column.context((attempt.identity.app_name,), row)
+        table, user_id = table_of(row), ""
+        with locating_errors(table.name, row.id):
+            context = table.context((attempt.identity.app_name,), row)
             rest = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
                 user_id, rest = records.split_id(rest)
@@ -318,7 +318,7 @@ def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
     if owner.is_user:
         plaintext = with_id(owner.user_id, plaintext)
     row = owner.row
-    return owner._replace(row=_seal(attempt, row.tag, column_of(row), row, plaintext))
+    return owner._replace(row=_seal(attempt, row.tag, table_of(row), row, plaintext))
 
 
 def seal_witness(
@@ -350,11 +350,9 @@ def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
     return _seal(attempt, attempt.identity.user_tag, SNAPSHOTS, row, plaintext)
 
 
-def _seal(
-    attempt: Attempt, owner_tag: bytes, column: SealedTable[R], row: R, plaintext: bytes
-) -> R:
-    context = column.context(attempt.identity.ids, row)
-    return column.with_record(row, attempt.keys.seal(owner_tag, context, plaintext))
+def _seal(attempt: Attempt, owner_tag: bytes, table: SealedTable[R], row: R, plaintext: bytes) -> R:
+    context = table.context(attempt.identity.ids, row)
+    return table.with_record(row, attempt.keys.seal(owner_tag, context, plaintext))
 
 
 def seal_events(
