@@ -220,11 +220,10 @@ class Page:
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[None]:
-        output = io.BytesIO()
-        stream = io.TextIOWrapper(output, "utf-8", write_through=True)
-        with contextlib.redirect_stdout(stream):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             yield
-        self._printed = output.getvalue().decode()
+        self._printed = output.getvalue()
 
     # --- commands --------------------------------------------------------------------------------
 

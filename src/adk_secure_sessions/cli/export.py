@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -97,10 +99,8 @@ def _write(
     """Let *work* write to stdout, or to a new file, and return its result."""
     with progress(label, nouns) as report, runner_for(db, resume_hint=None) as call:
         call(db.keyring())  # report a wrong key before the file is created
-        with click.open_file(_STDOUT, "wb") if file == _STDOUT else private_file(file) as output:
-            result = call(work(db, output.write, progress=report, **options))
-            output.flush()
-            return result
+        with _output_to(file) as write:
+            return call(work(db, write, progress=report, **options))
 
 
 @main.group()
@@ -136,6 +136,18 @@ def export_audit(db: Database, output: str, **options: Any) -> None:
     work = maintenance.export_audit
     result = _write(db, output, "audit export", "records", work, **options)
     print_result(result, err=output == _STDOUT)
+
+
+@contextmanager
+def _output_to(name: str) -> Iterator[Callable[[bytes], object]]:
+    """Yield a function that writes to stdout, or to a new file: see `private_file`."""
+    if name != _STDOUT:
+        with private_file(name) as file:
+            yield file.write
+        return
+    buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
+    yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
+    sys.stdout.flush()
 
 
 def _notes(result: migration.Export, file: str | None) -> Iterator[str]:
