@@ -14,7 +14,7 @@ from google.genai import types
 from pydantic_core import SchemaSerializer, SchemaValidator
 
 from adk_secure_sessions.formats import event_parser
-from adk_secure_sessions.formats.event_parser import EventParser, same
+from adk_secure_sessions.formats.event_parser import Parser, create_parser, parse_publicly, same
 from adk_secure_sessions.formats.events import encode
 from tests.conformance.samples import CORPUS, of_every_field
 
@@ -45,11 +45,11 @@ def json_of(event: Event) -> bytes:
 
 
 def test_installed_versions_have_the_faster_parser() -> None:
-    assert EventParser().is_fast
+    assert create_parser() is not parse_publicly
 
 
 def test_samples_are_parsed_as_by_the_public_call() -> None:
-    parser = EventParser()
+    parser = create_parser()
     samples = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())
     stored = {name: json_of(sample) for name, sample in samples.items()}
     differing = [
@@ -58,11 +58,11 @@ def test_samples_are_parsed_as_by_the_public_call() -> None:
         if not same(parser(data), Event.model_validate_json(data))
     ]
     assert differing == []
-    assert parser.is_fast
+    assert parser is not parse_publicly
 
 
 def test_most_samples_are_parsed_without_the_public_call(public_calls: list[bytes]) -> None:
-    parser = EventParser()
+    parser = create_parser()
     del public_calls[:]
     for make in CORPUS.values():
         parser(json_of(make()))
@@ -72,7 +72,7 @@ def test_most_samples_are_parsed_without_the_public_call(public_calls: list[byte
 def test_text_with_the_word_null_is_parsed_without_the_public_call(
     public_calls: list[bytes],
 ) -> None:
-    parser = EventParser()
+    parser = create_parser()
     del public_calls[:]
     parser(PLAIN[:-1] + b',"error_message":"null: is it a null, or not null?"}')
     assert not public_calls
@@ -151,14 +151,14 @@ def outcome(parse: Callable[[bytes], Event], data: bytes) -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of values that are of no enumeration
 def test_random_events_are_parsed_or_rejected_as_by_the_public_call() -> None:
     random = Random(1)
-    parser = EventParser()
+    parser = create_parser()
     read = Counter[bool]()
     for _ in range(3000):
         data = json.dumps(random_event(random)).encode()
         expected = outcome(Event.model_validate_json, data)
         assert same(outcome(parser, data), expected), data
         read[isinstance(expected, Event)] += 1
-    assert parser.is_fast
+    assert parser is not parse_publicly
     assert min(read.values()) > 300, "one of the two is hardly tried"
 
 
@@ -179,7 +179,7 @@ def test_random_events_are_parsed_or_rejected_as_by_the_public_call() -> None:
 def test_unusual_field_is_left_to_the_public_call(
     extra: dict[str, Any], public_calls: list[bytes]
 ) -> None:
-    parser = EventParser()
+    parser = create_parser()
     data = json.dumps(json.loads(PLAIN) | extra).encode()
     del public_calls[:]
     result = outcome(parser, data)
@@ -203,7 +203,7 @@ def test_unusual_field_is_left_to_the_public_call(
 )
 def test_error_is_that_of_the_public_call(data: bytes) -> None:
     expected = outcome(Event.model_validate_json, data)
-    result = outcome(EventParser(), data)
+    result = outcome(create_parser(), data)
     assert type(result) is type(expected)
     assert not isinstance(expected, str) or result == expected
 
@@ -214,7 +214,7 @@ def test_error_is_that_of_the_public_call(data: bytes) -> None:
 def test_installed_versions_have_a_serializer_that_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    serializer = event_parser.event_serializer(EventParser())
+    serializer = event_parser.event_serializer(create_parser())
     assert serializer is not None
     event = Event(author="a", actions=EventActions(state_delta={"k": print}))
     with pytest.raises(ValueError, match="Unable to serialize"):
@@ -232,12 +232,12 @@ def test_serializer_that_differs_from_google_adks_is_not_used(
         return SchemaSerializer(schema, options | {"ser_json_bytes": "hex"}, **more)
 
     monkeypatch.setattr(event_parser, "SchemaSerializer", other)
-    assert event_parser.event_serializer(EventParser()) is None
+    assert event_parser.event_serializer(create_parser()) is None
     assert "their serializer does not fit" in caplog.text
 
 
-def is_slow(parser: EventParser) -> bool:
-    return not parser.is_fast and parser(PLAIN) == Event.model_validate_json(PLAIN)
+def is_slow(parser: Parser) -> bool:
+    return parser is parse_publicly and parser(PLAIN) == Event.model_validate_json(PLAIN)
 
 
 def test_pydantic_without_the_flag_gets_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,14 +245,14 @@ def test_pydantic_without_the_flag_gets_the_public_call(monkeypatch: pytest.Monk
         raise AssertionError("it is called with the flag")
 
     monkeypatch.setattr(event_parser, "SchemaValidator", validator)
-    assert is_slow(EventParser())
+    assert is_slow(create_parser())
 
 
 def test_unknown_type_of_schema_gets_the_public_call_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Event, "__pydantic_core_schema__", {"type": "model-of-later"})
-    assert is_slow(EventParser())
+    assert is_slow(create_parser())
     assert "three times as slowly" in caplog.text
 
 
@@ -291,7 +291,7 @@ def test_field_that_is_parsed_differently_gets_the_public_call(
         return SchemaValidator(schema, **options)
 
     monkeypatch.setattr(event_parser, "SchemaValidator", validator)
-    assert is_slow(EventParser())
+    assert is_slow(create_parser())
 
 
 def fields_in(
@@ -394,7 +394,7 @@ def test_parser_that_accepts_anything_is_not_used(monkeypatch: pytest.MonkeyPatc
                 return [Event(author="anybody")]
 
     monkeypatch.setattr(event_parser, "SchemaValidator", Careless)
-    assert is_slow(EventParser())
+    assert is_slow(create_parser())
 
 
 def test_parser_is_not_used_if_hardly_any_sample_is_accepted(
@@ -405,7 +405,7 @@ def test_parser_is_not_used_if_hardly_any_sample_is_accepted(
     monkeypatch.setattr(event_parser, "SchemaValidator", lambda *_, **__: refusing)
     original = Event.model_validate_json
     monkeypatch.setattr(Event, "model_validate_json", refusing.validate_json)
-    parser = EventParser()
+    parser = create_parser()
     monkeypatch.setattr(Event, "model_validate_json", original)
     assert is_slow(parser)
 
@@ -424,8 +424,8 @@ def test_hook_of_an_unknown_name_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
             inner = model["schema"]
             model["schema"] = {"type": "function-before", "function": function, "schema": inner}
     monkeypatch.setattr(Event, "__pydantic_core_schema__", schema)
-    parser = EventParser()
+    parser = create_parser()
     del seen[:]
     parser(b'{"author":"a","content":{"role":"model"}}')
-    assert parser.is_fast
+    assert parser is not parse_publicly
     assert seen == [{"role": "model"}]

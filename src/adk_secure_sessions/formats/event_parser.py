@@ -19,8 +19,8 @@ Parsing 1000 events of a conversation, 418 bytes each, takes 9.0 ms with the fas
 
 The faster parser needs a private flag of pydantic-core, `_use_prebuilt=False`.  Without the flag,
 nested models keep their own validators with these hooks, and parsing takes 27.4 ms.  A private flag
-may change, so `EventParser` first compares the two parsers on the installed versions (17 ms).  For
-the comparison, both parse sample events that together hold every field of every model in the
+may change, so `create_parser` first compares the two parsers on the installed versions (17 ms).
+For the comparison, both parse sample events that together hold every field of every model in the
 schema.  If a result differs, or if the faster parser cannot be built, the public call parses every
 event.
 """
@@ -30,7 +30,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Never, TypeVar
 
 from google.adk.events import Event
 from google.genai import types
@@ -74,28 +74,54 @@ _DEPTH = 2  # the number of nested references to follow: some models contain the
 _START = {"author": "agent", "invocation_id": "i", "id": "e", "timestamp": 1700000000.25}
 
 
-class EventParser:
-    """Parses the JSON of one event, and raises the errors of `Event.model_validate_json`.
+def create_parser() -> Parser:
+    """Return the faster parser, or `parse_publicly` if it does not fit the installed versions."""
+
+    def build(schema: Any, samples: list[bytes]) -> Parser | None:
+        # pydantic accepts one level more than the limit, if this level is an empty list or object.
+        # The parser encloses the JSON in a list, so that pydantic accepts only the limit.
+        listed = core_schema.list_schema(_rewritten(schema, _without_hooks))
+        validate = SchemaValidator(listed, _use_prebuilt=False).validate_json
+        return _parser(validate) if _is_equal(_parser(validate, _reject), samples) else None
+
+    if (parse := _compared(build)) is None:
+        logger.warning(
+            "events are parsed three times as slowly: the faster parser does not fit the installed "
+            "google-adk and pydantic"
+        )
+    return parse or parse_publicly
+
+
+def parse_publicly(data: bytes) -> Event:
+    """Return the event in *data*, or raise the errors of `Event.model_validate_json`.
 
     JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
     """
+    event = validated(Event, data)
+    if json_text.within_levels(data):
+        return event
+    raise ValueError
 
-    def __init__(self) -> None:
-        self._fast = _proven_parser()
-        self.is_fast: bool = self._fast is not None
 
-    def __call__(self, data: bytes) -> Event:
+def _parser(validate: Callable[[bytes], list[Event]], otherwise: Parser = parse_publicly) -> Parser:
+    """Return a function that parses JSON with *validate*, or with *otherwise* what it rejects."""
+
+    def parse(data: bytes) -> Event:
         # The public call drops some null fields of a `Part`, and the faster parser keeps them.  So
         # the public call parses all JSON that may contain null.
-        if self._fast is not None and not may_contain_null(data):
+        if b"null" not in data or not may_contain_null(data):
             try:
-                return self._fast(data)
-            except ValueError:  # the public call accepts the JSON, or raises its own error
+                (event,) = validate(b"[" + data + b"]")
+                return event
+            except ValueError:
                 pass
-        event = validated(Event, data)
-        if json_text.within_levels(data):
-            return event
-        raise ValueError
+        return otherwise(data)
+
+    return parse
+
+
+def _reject(data: bytes) -> Never:
+    raise ValueError
 
 
 def may_contain_null(data: bytes) -> bool:
@@ -215,35 +241,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _proven_parser() -> Parser | None:
-    def build(schema: Any, samples: list[bytes]) -> Parser | None:
-        parse = _parser(_rewritten(schema, _without_hooks))
-        return parse if _is_equal(parse, samples) else None
-
-    if (parse := _compared(build)) is None:
-        logger.warning(
-            "events are parsed three times as slowly: the faster parser does not fit the installed "
-            "google-adk and pydantic"
-        )
-    return parse
-
-
-def _parser(schema: Any) -> Parser:
-    """Return a parser of JSON that pydantic's *schema* describes.
-
-    pydantic accepts one level more than the limit, if this level is an empty list or object.  The
-    parser encloses the JSON in a list, so that pydantic accepts only the limit.
-    """
-    listed = core_schema.list_schema(schema)
-    validate = SchemaValidator(listed, _use_prebuilt=False).validate_json
-
-    def parse(data: bytes) -> Event:
-        (event,) = validate(b"[" + data + b"]")
-        return cast("Event", event)
-
-    return parse
-
-
 def _is_equal(parse: Parser, samples: list[bytes]) -> bool:
     """Return whether *parse* returns the same events for *samples* as the public call, which must
     accept most of them, and rejects JSON with a wrong type or with a shorthand argument.
@@ -278,7 +275,7 @@ def _without_hooks(schema: dict[str, Any]) -> dict[str, Any]:
         schema = {**schema, "custom_init": False}
     if schema.get("type") == "model" and schema["cls"] is Event:
         # A shorthand argument, such as `message`, is not a field of an event.  The faster parser
-        # must reject it, so that `EventParser` uses the public call, which accepts it.
+        # must reject it, so that the public call is used, which accepts it.
         config = {**schema["config"], "extra_fields_behavior": "forbid"}
         schema = {**schema, "config": config}
     if schema.get("type") == "enum":

@@ -14,7 +14,7 @@ from pydantic_core import SchemaSerializer, to_json, to_jsonable_python
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import (
-    EventParser,
+    create_parser,
     event_serializer,
     may_contain_null,
     validated,
@@ -26,7 +26,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
 # Created at the first event: comparing both with google-adk's own takes 35 ms, which would delay
 # the import and every command.
-_parser = cache(EventParser)
+_parser = cache(create_parser)
 
 
 MAX_SECONDS = 9e12  # the largest time since 1970 that fits into a column of microseconds
