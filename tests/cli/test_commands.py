@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import itertools
 import os
 import re
 import stat
@@ -239,6 +240,21 @@ def test_progress_on_a_terminal_is_a_bar_with_rate_and_time_left(
     assert "100/100" in shown
     assert "rows/s" in shown
     assert "00:00:0" in shown
+
+
+def test_progress_that_begins_again_is_shown_with_its_own_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`separate` counts its rows several times."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    with output.progress("separate") as report:
+        for processed in (500, 1000, 10, 20):
+            report(processed, 1000)
+    shown = re.findall(r"(\d+)/1000  ([\d,]+) rows/s", terminal.getvalue())
+    assert shown == [("500", "500"), ("1000", "500"), ("10", "10"), ("20", "10")]
 
 
 def test_progress_elsewhere_is_a_line_now_and_then(

@@ -158,7 +158,8 @@ def progress(label: str, nouns: str = "rows") -> "Iterator[maintenance.Progress]
     the function prints a line with the progress and the speed at most every 10 seconds.  *label* is
     the text before the numbers, and *nouns* is what is counted, in the plural.
     """
-    began = last = time.monotonic()
+    began = shown_at = called_at = time.monotonic()
+    previous = 0
     speed = f"0 {nouns}/s"
     context: Any = nullcontext()
     if sys.stderr.isatty():
@@ -174,15 +175,20 @@ def progress(label: str, nouns: str = "rows") -> "Iterator[maintenance.Progress]
         every = LINE_EVERY if bar is None else BAR_EVERY
 
         def show(processed: int, total: int) -> None:
-            nonlocal last, speed
+            nonlocal began, shown_at, called_at, previous, speed
             now = time.monotonic()
-            if now - last < every and (bar is None or processed < total):
+            if processed < previous:  # a command that counts several times, such as `separate`
+                began = called_at
+                if bar is not None:
+                    bar.pos, bar.start, bar.avg = 0, time.time(), []
+            called_at, previous = now, processed
+            if now - shown_at < every and (bar is None or processed < total):
                 return
-            last, speed = now, f"{processed / max(now - began, 1e-9):,.0f} {nouns}/s"
+            shown_at, speed = now, f"{processed / max(now - began, 1e-9):,.0f} {nouns}/s"
             if bar is None:
                 click.echo(f"{label}: {processed:,} of {total:,} {nouns}, {speed}", err=True)
             else:
-                bar.length = max(total, 1)
+                bar.length, bar.finished = max(total, 1), False
                 bar.update(processed - bar.pos)
 
         yield show
