@@ -74,6 +74,8 @@ def test_intact_store(filled: str, store: Path) -> None:
     )
     said = run("verify", *on(filled), "--only", "rows", "--store", str(store))
     assert "omit --store" in said.stderr
+    said = run("verify", *on(filled), "--allow-http")
+    assert (said.code, "--allow-http is for a store: add --store" in said.stderr) == (2, True)
 
 
 def test_missing_blob_is_named(filled: str, store: Path) -> None:

@@ -250,7 +250,11 @@ def _open_store(
     context: click.Context, _parameter: click.Parameter, store: str | None
 ) -> ArtifactStore | None:
     allow_http = context.params.pop("allow_http")  # it is parsed first, because it is eager
-    if store is None or context.resilient_parsing:
+    if context.resilient_parsing:
+        return None
+    if store is None:
+        if allow_http:
+            raise click.UsageError("--allow-http is for a store: add --store STORE", context)
         return None
     from adk_secure_sessions.integrations import artifact_store
 
