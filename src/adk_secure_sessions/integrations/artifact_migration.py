@@ -18,6 +18,7 @@ from adk_secure_sessions.errors import (
     DecryptionError,
     SecureSessionError,
 )
+from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
     SourceArtifact,
@@ -229,8 +230,9 @@ class _ArtifactRun:
     async def _is_equal(self, version: SourceVersion, copy: Version) -> bool:
         """Return whether all is equal; the action `copy` does not read the contents."""
         size = None if version.open is None else version.size
-        values = (version.part, version.metadata, version.time, size)
-        if values != (copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size):
+        values = [version.part, version.metadata, version.time, size]
+        stored = [copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size]
+        if not same_json(values, stored):
             return False
         if copy.blob is None or self.action == "copy":
             return True

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
-from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.json_text import MAX_LEVELS, JsonObject, exact_values
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.integrations.artifact_versions import USER_PREFIX
 
@@ -413,7 +413,8 @@ def _loaded_version(version: "ArtifactVersion", part: "types.Part") -> SourceVer
     from adk_secure_sessions.integrations.artifacts import split_part  # imports google-adk
 
     values, content = split_part(part)
-    data, metadata = content or b"", version.custom_metadata
+    data = content or b""
+    metadata = exact_values(version.custom_metadata, MAX_LEVELS, "custom_metadata")
     etag = f"{sha256(data).hexdigest()} {values} {metadata} {version.create_time}"
     opens = None if content is None else partial(io.BytesIO, data)
     return SourceVersion(
