@@ -189,6 +189,18 @@ async def test_artifacts_of_another_service_are_copied_for_the_sessions_that_are
         assert (done.different, done.equal) == (1, 2)
 
 
+async def test_values_that_json_changes_are_equal_after_the_copy(
+    file_url: str, store: Path
+) -> None:
+    service = InMemoryArtifactService()
+    metadata = {"score": float("nan"), "at": (1, 2)}
+    await service.save_artifact(**NOTE, artifact=blob(b"x"), custom_metadata=metadata)
+    async with Database(file_url, BACKEND) as db:
+        for _ in range(2):
+            done = await migrate_artifacts(ServiceArtifacts(service, SESSIONS), db, store, "copy")
+    assert (done.equal, done.succeeded) == (1, True)
+
+
 async def test_service_whose_versions_are_incomplete_is_not_copied(
     file_url: str, store: Path
 ) -> None:
@@ -361,6 +373,16 @@ async def test_file_that_is_no_metadata_stops_no_other_artifact(
         metadata.write_text(text)
     done = await migrate(root, file_url, store, "copy")
     assert (done.bad, done.copied) == (1, 2)
+
+
+async def test_artifact_that_cannot_be_stored_leaves_no_content(
+    root: Path, file_url: str, store: Path
+) -> None:
+    (metadata,) = root.rglob("scans/versions/0/metadata.json")
+    nested = '{"a":' * 250 + "1" + "}" * 250
+    metadata.write_text(metadata.read_text().replace("{}", nested))
+    done = await migrate(root, file_url, store, "copy")
+    assert (done.bad, done.copied, len(contents(store))) == (1, 2, 3)
 
 
 async def test_content_that_cannot_be_read_stops_no_other_artifact(

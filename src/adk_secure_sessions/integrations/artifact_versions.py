@@ -100,11 +100,13 @@ async def add_version(
 ) -> int:
     """Store the content as a blob, then the item that names the blob; return the version's number.
 
-    *values* are the other values of the item.  Raise VersionExists if the version would not get the
-    number *number*.  If the item is not stored, `purge blobs` deletes the unused blob.
+    *values* are the other values of the item.  Raise ValueError if they exceed a limit, before
+    anything is stored, and VersionExists if the version would not get the number *number*.  If the
+    item is not stored, `purge blobs` deletes the unused blob.
     """
     from adk_secure_sessions.formats.events import encode_item  # it imports google-adk
 
+    encode_item(values)  # raises ValueError before the content is stored
     if pieces is not None:
         blobs = store.blobs((await collections.database_id()).hex())
         values = values | {"blob": _blob_values(await blobs.write(pieces))}

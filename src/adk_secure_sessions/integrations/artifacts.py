@@ -20,7 +20,7 @@ from adk_secure_sessions.audit import AuditedCall, Trail, accessed
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.events import dumped, encode_item
+from adk_secure_sessions.formats.events import dumped
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
@@ -312,7 +312,6 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
     ) -> int:
         checked = json_text.exact_values(metadata or {}, _LEVELS, "custom_metadata")
         values = {"part": part, "metadata": checked, "time": time.time()}
-        encode_item(values)  # raises ValueError before anything is stored
         return await add_version(self._collections, self._store, address, values, pieces)
 
     async def _find(self, address: Address, number: int | None) -> Version | None:
