@@ -195,10 +195,47 @@ async def test_values_that_json_changes_are_equal_after_the_copy(
     service = InMemoryArtifactService()
     metadata = {"score": float("nan"), "at": (1, 2)}
     await service.save_artifact(**NOTE, artifact=blob(b"x"), custom_metadata=metadata)
+    source = ServiceArtifacts(service, SESSIONS)
     async with Database(file_url, BACKEND) as db:
-        for _ in range(2):
-            done = await migrate_artifacts(ServiceArtifacts(service, SESSIONS), db, store, "copy")
-    assert (done.equal, done.succeeded) == (1, True)
+        assert (await migrate_artifacts(source, db, store, "copy")).copied == 1
+        assert (await migrate_artifacts(source, db, store, "copy")).equal == 1
+
+
+@pytest.mark.parametrize("service", [InMemoryArtifactService, FileArtifactService])
+async def test_rewound_artifact_of_a_service_is_copied_as_such(
+    service: Any, file_url: str, store: Path, tmp_path: Path, target: EncryptedArtifactService
+) -> None:
+    adk = service(tmp_path / "adk") if service is FileArtifactService else service()
+    rewound = types.Part(
+        inline_data=types.Blob(data=b"", mime_type="application/octet-stream")
+    )  # what google-adk saves
+    for part in (types.Part(text="a"), rewound, types.Part(text="b")):
+        await adk.save_artifact(**NOTE, artifact=part)
+    source = ServiceArtifacts(adk, SESSIONS)
+    async with Database(file_url, BACKEND) as db:
+        assert (await migrate_artifacts(source, db, store, "copy")).versions == 3
+        assert (await migrate_artifacts(source, db, store, "compare")).equal == 1
+    assert await target.load_artifact(**NOTE, version=1) is None
+    assert (await target.list_artifact_versions(**NOTE))[1].mime_type == "application/octet-stream"
+
+
+async def test_reference_that_a_service_resolves_is_named_and_not_copied(
+    file_url: str, store: Path
+) -> None:
+    service = InMemoryArtifactService()
+    await service.save_artifact(**PROFILE, artifact=types.Part(text="a"))
+    for name in ("gone", "user:profile"):
+        uri = f"artifact://apps/clinic/users/ada/artifacts/{name}/versions/0"
+        part = types.Part(file_data=types.FileData(file_uri=uri))
+        await service.save_artifact(**{**NOTE, "filename": name[:4]}, artifact=part)
+    async with Database(file_url, BACKEND) as db:
+        source = ServiceArtifacts(service, SESSIONS)
+        done = await migrate_artifacts(source, db, store, "copy")
+    assert (done.copied, done.bad) == (1, 2)
+    assert [finding.reason.partition(",")[0] for finding in done.findings] == [
+        "version 0 has no readable content",
+        "version 0 loads with another type than it is listed with",
+    ]
 
 
 async def test_service_whose_versions_are_incomplete_is_not_copied(
@@ -423,6 +460,41 @@ async def test_ids_with_slashes_are_copied(
     assert list(root.rglob("*")) == [root / "apps"]
 
 
+async def test_name_that_google_adk_rejects_today_is_copied(
+    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+) -> None:
+    """google-adk 1.28 saved artifacts with the directory `versions` in their names."""
+    (found,) = root.rglob("scans/versions")
+    below = {**NOTE, "filename": "scans/versions/final"}
+    (found / "final").mkdir()
+    shutil.copytree(found, found / "final/versions", ignore=shutil.ignore_patterns("final"))
+    version = found / "final/versions/0"
+    (version / "scans").rename(version / "final")
+    metadata = version / "metadata.json"
+    metadata.write_text(metadata.read_text().replace('"scans"', '"scans/versions/final"'))
+    assert (await migrate(root, file_url, store, "copy")).copied == 4
+    assert await target.load_artifact(**below) == types.Part(text="needle €")
+    # A name that google-adk does not tell from a version.
+    shutil.copytree(found / "final/versions", found / "0/versions")
+    assert (await migrate(root, file_url, store, "compare")).bad == 1
+    shutil.rmtree(found / "0/versions")
+    assert (await migrate(root, file_url, store, "erase-source")).deleted == 4
+    assert list(root.rglob("*")) == [root / "apps"]
+
+
+async def test_save_that_was_interrupted_counts_as_no_artifact(
+    root: Path, file_url: str, store: Path
+) -> None:
+    unfinished = root / "apps/clinic/users/eve/artifacts/plan/versions/.0.pending"
+    unfinished.mkdir(parents=True)
+    (unfinished / "plan").write_bytes(b"needle")
+    assert (await migrate(root, file_url, store, "copy")).copied == 3
+    assert (await migrate(root, file_url, store, "compare")).equal == 3
+    assert (await migrate(root, file_url, store, "erase-source", dry_run=True)).deleted == 3
+    assert (await migrate(root, file_url, store, "erase-source")).deleted == 3
+    assert list(root.rglob("*")) == [root / "apps"]
+
+
 async def test_directory_of_an_older_google_adk_names_no_app(root: Path, tmp_path: Path) -> None:
     (root / "users").mkdir()
     with pytest.raises(ConfigurationError, match="apps/NAME/users"):
@@ -585,5 +657,5 @@ async def test_error_of_the_bucket_quotes_no_name(client: FakeClient, monkeypatc
 
     monkeypatch.setattr(client, "list_blobs", fail)
     with pytest.raises(ArtifactStoreError, match="RuntimeError") as caught:
-        await GcsArtifacts("bucket", client).count()
+        await GcsArtifacts("bucket", client).describe()
     assert "needle" not in str(caught.value)

@@ -66,7 +66,6 @@ def artifacts(
     from adk_secure_sessions.integrations.artifact_migration import migrate_artifacts
     from adk_secure_sessions.integrations.artifact_sources import FileArtifacts, GcsArtifacts
     from adk_secure_sessions.integrations.artifact_store import directory_of
-    from adk_secure_sessions.maintenance.database import Description
 
     with runner_for(db, resume_hint=None if action == "compare" else AGAIN) as call:
         is_bucket, bucket = source.startswith("gs://"), source.removeprefix("gs://").rstrip("/")
@@ -74,10 +73,8 @@ def artifacts(
         directory = directory_of(source) or source
         origin = GcsArtifacts(bucket) if is_bucket else FileArtifacts(directory)
         if action == "erase-source" and not dry_run:
-            server = "Google Cloud Storage" if is_bucket else None
-            number = call(origin.count())
-            described = Description(server, origin.name, number, None, origin.kind, "artifact")
-            require_confirmation(described, confirm, "delete the artifacts of the source")
+            change = "delete the artifacts of the source"
+            require_confirmation(call(origin.describe()), confirm, change)
         work = migrate_artifacts(origin, db, store, action, dry_run=dry_run, show_ids=show_ids)
         result = call(work)
     print_result(result, _notes(action, result, dry_run))

@@ -4,20 +4,14 @@ A version in the target has the number, the time, the metadata and the type of t
 source.  So the target itself tells what was copied, and a later run continues there.
 """
 
-import codecs
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal, TypeAlias
 
 from adk_secure_sessions.audit import command
 from adk_secure_sessions.concurrency import at_once
-from adk_secure_sessions.errors import (
-    ArtifactStoreError,
-    ConfigurationError,
-    DecryptionError,
-    SecureSessionError,
-)
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.integrations.artifact_sources import (
     ArtifactSource,
@@ -35,6 +29,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 from adk_secure_sessions.maintenance import Database, init
 from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import DigestSet
+from adk_secure_sessions.migration.sources import ConversionError
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.service import check_ids
 from adk_secure_sessions.storage.features.collections import Collections
@@ -58,8 +53,8 @@ class ArtifactMigration(Result):
         copied: How many artifacts were copied, or were completed with further versions.
         versions: How many versions were copied.
         size: How many bytes were copied.
-        equal: How many artifacts have the same versions on both sides.  `copy` compares all but the
-            contents.
+        equal: How many artifacts have all their versions in the target, which may have more.
+            `copy` compares all but the contents.
         erased: How many artifacts are those of users that `erase-user` has erased in the target.
         missing: How many artifacts were not copied, or not in the latest version.
         different: How many artifacts have other versions in the target, or cannot be decrypted.
@@ -122,13 +117,15 @@ async def migrate_artifacts(
             "meanwhile would be deleted, too: compare, and then delete them with the service"
         )
     store = as_store(store)
+    is_new = False
     if action != "copy":
         store.prepare(create=False)
-    elif not dry_run:
+    elif dry_run:
+        is_new = await db.is_new()
+    else:
         store.prepare(create=True)
         await init(db)
         await db.imports.feature.ensure()  # from now on, `erase-user` stores tombstones
-    is_new = action == "copy" and await db.is_new()
     findings = Findings(with_ids=show_ids)
     run = _ArtifactRun(db, Collections(db.runner), store, action, dry_run, findings, is_new)
     group: list[SourceArtifact] = []
@@ -146,9 +143,9 @@ async def migrate_artifacts(
         result.deleted = result.equal + result.erased
     elif action == "erase-source" and result.succeeded:
         async for artifact in source.artifacts():
-            if artifact.problem is None and artifact.ids_and_etags in run.finished:
+            if artifact.ids_and_etags in run.finished:
                 await source.delete(artifact)
-                result.deleted += 1
+                result.deleted += bool(artifact.versions)
             else:
                 result.changed += 1
         await source.clean_up()
@@ -171,13 +168,16 @@ class _ArtifactRun:
 
     async def process(self, artifact: SourceArtifact) -> None:
         """Copy or compare *artifact*, count it, and list it if something is wrong."""
+        if not (artifact.versions or artifact.problem):
+            self.finished.add(artifact.ids_and_etags)
+            return
         try:
             counter, reason = await self._copy_or_compare(artifact)
         except DecryptionError:
             counter, reason = "different", _UNDECRYPTABLE
         except SecureSessionError:
             raise
-        except _Bad as error:
+        except ConversionError as error:
             counter, reason = "bad", str(error)
         except ValueError:
             counter, reason = "bad", "a value exceeds a limit"
@@ -193,8 +193,9 @@ class _ArtifactRun:
 
     async def _copy_or_compare(self, artifact: SourceArtifact) -> tuple[str, str]:
         """Return the counter of the artifact, and the reason of a finding, if there is one."""
-        if artifact.problem is not None:
-            raise _Bad(artifact.problem)
+        if artifact.problem:
+            raise ConversionError(artifact.problem)
+        _check_numbers([version.number for version in artifact.versions])
         owner = artifact.owner
         check_ids(*owner, artifact.session_id or "", filename=artifact.filename)
         address = (*owner, collection_name(artifact.session_id, artifact.filename))
@@ -213,12 +214,10 @@ class _ArtifactRun:
                 return "different", f"version {version.number} {_DIFFERENT}"
         for version in new:
             if not self.dry_run:
-                values = {"part": version.part, "metadata": version.metadata, "time": version.time}
-                pieces = _content(version) if version.open else None
+                pieces = version.content() if version.open else None
+                item = (version.values, pieces, version.number)
                 try:
-                    await add_version(
-                        self.collections, self.store, address, values, pieces, version.number
-                    )
+                    await add_version(self.collections, self.store, address, *item)
                 except VersionExists:  # a service, or another run, has saved it meanwhile
                     counter, reason = await self._copy_or_compare(artifact)
                     is_copied = counter == "equal" and version is not new[0]
@@ -230,36 +229,23 @@ class _ArtifactRun:
     async def _is_equal(self, version: SourceVersion, copy: Version) -> bool:
         """Return whether all is equal; the action `copy` does not read the contents."""
         size = None if version.open is None else version.size
-        values = [version.part, version.metadata, version.time, size]
-        stored = [copy.part, copy.metadata, copy.time, copy.blob and copy.blob.size]
-        if not same_json(values, stored):
+        stored = {"part": copy.part, "metadata": copy.metadata, "time": copy.time}
+        if size != (copy.blob and copy.blob.size) or not same_json(version.values, stored):
             return False
         if copy.blob is None or self.action == "copy":
             return True
         content = self.store.blobs(copy.blob.prefix).read(copy.blob)
-        return await _digest(_content(version)) == await _digest(content)
+        return await _digest(version.content()) == await _digest(content)
 
 
-class _Bad(ValueError):
-    """An artifact cannot be copied; the text is the reason of a finding."""
-
-
-async def _content(version: SourceVersion) -> AsyncIterator[bytes]:
-    """Yield the content.  The encrypted service could not read a text that is not UTF-8."""
-    size = 0
-    decoder = codecs.getincrementaldecoder("utf-8")() if "text" in version.part else None
-    try:
-        async for piece in version.pieces():
-            size += len(piece)
-            if decoder:
-                decoder.decode(piece, size == version.size)
-            yield piece
-    except UnicodeDecodeError:
-        raise _Bad(f"version {version.number} is a text that is not UTF-8") from None
-    except ArtifactStoreError as error:
-        raise _Bad(f"version {version.number}: {error}") from None
-    if size != version.size:
-        raise _Bad("it has changed while it was read: run this again")
+def _check_numbers(numbers: Sequence[int]) -> None:
+    """Raise ConversionError if a number is missing, because no copy could keep the later ones."""
+    missing = next((n for n, number in enumerate(numbers) if n != number), None)
+    if missing is not None:
+        raise ConversionError(
+            f"version {missing} is missing, but later versions exist, whose numbers would change: "
+            f"add a version {missing} to the source, or delete the artifact there"
+        )
 
 
 async def _digest(pieces: AsyncIterator[bytes]) -> bytes:

@@ -6,6 +6,7 @@ names the sessions.
 """
 
 import asyncio
+import codecs
 import io
 import json
 import os
@@ -17,13 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import MAX_LEVELS, JsonObject, exact_values
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.integrations.artifact_versions import USER_PREFIX
+from adk_secure_sessions.integrations.artifact_versions import USER_PREFIX, mime_type_of
+from adk_secure_sessions.maintenance.database import Description
+from adk_secure_sessions.migration.sources import ConversionError
 
 if TYPE_CHECKING:
     from google.adk.artifacts.base_artifact_service import ArtifactVersion, BaseArtifactService
@@ -39,37 +43,54 @@ _VERSIONS = re.compile(r"(.+?)/users/(.+?)(?:/sessions/(.+?))?/artifacts/(.+)/ve
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SourceVersion:
-    """A version of an artifact: *part* is a `Part` as JSON values, without its bytes or text."""
+    """A version of an artifact; *values* are `part`, `metadata` and `time` of a `Version`."""
 
     number: int
-    part: JsonObject
-    metadata: JsonObject
-    time: float  # seconds since 1970
+    values: JsonObject
     etag: str  # differs after each change of the content or the metadata
     size: int  # bytes
     open: Callable[[], BinaryIO] | None  # None for a part that refers to a file
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def content(self) -> AsyncIterator[bytes]:
+        """Yield the content; raise ConversionError if it cannot be read, or cannot be copied."""
         assert self.open is not None
-        file = await _in_thread(self.open)
+        size = 0
+        # The encrypted service could not read a text that is not UTF-8.
+        is_text = "text" in self.values["part"]
+        decoder = codecs.getincrementaldecoder("utf-8")() if is_text else None
         try:
-            while piece := await _in_thread(file.read, _PIECE):
-                yield piece
-        finally:
-            file.close()
+            file = await _in_thread(self.open)
+            try:
+                while piece := await _in_thread(file.read, _PIECE):
+                    size += len(piece)
+                    if decoder:
+                        decoder.decode(piece, size == self.size)
+                    yield piece
+            finally:
+                file.close()
+        except UnicodeDecodeError:
+            raise ConversionError(f"version {self.number} is a text that is not UTF-8") from None
+        except ArtifactStoreError as error:
+            raise ConversionError(f"version {self.number}: {error}") from None
+        if size != self.size:
+            raise ConversionError("it has changed while it was read: run this again")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SourceArtifact:
-    """An artifact of the source.  If *problem* is not None, it says why it cannot be copied."""
+    """An artifact of the source.
+
+    If *problem* is not empty, it says why the artifact cannot be copied, and versions are missing.
+    An interrupted save may leave an artifact without versions.
+    """
 
     app_name: str
     user_id: str
     session_id: str | None  # None for an artifact of the user, whose name begins with `user:`
     filename: str
     versions: Sequence[SourceVersion]
-    problem: str | None
-    delete: Callable[[], None]  # deletes these versions, and none that was saved since
+    problem: str = ""
+    delete: Callable[[], None] = lambda: None  # deletes these versions, and none that is newer
 
     @property
     def owner(self) -> tuple[str, str]:
@@ -77,22 +98,23 @@ class SourceArtifact:
 
     @property
     def ids_and_etags(self) -> tuple[str, ...]:
-        ids = (self.app_name, self.user_id, self.session_id or "", self.filename)
-        return *ids, *(one.etag for one in self.versions)
+        ids = (*self.owner, self.session_id or "", self.filename, self.problem)
+        return *ids, *(version.etag for version in self.versions)
 
 
 @hides_locals
 class ArtifactSource:
     """The artifacts of one place, in plaintext.
 
-    *kind*, such as `directory`, and *name* describe the place in the question for confirmation.
-
     A subclass implements `_walk`, which runs in a thread, or overrides `artifacts`.
     """
 
-    kind: str
-    name: str
-    can_delete: bool = True
+    # The place, for the question whether its artifacts may be deleted; None if they are kept.
+    _place: Description | None = None
+
+    @property
+    def can_delete(self) -> bool:
+        return self._place is not None
 
     async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         """Yield all artifacts."""
@@ -103,8 +125,11 @@ class ArtifactSource:
     def _walk(self) -> Iterator[SourceArtifact]:
         raise NotImplementedError
 
-    async def count(self) -> int:
-        return sum([bool(one.versions) async for one in self.artifacts()])
+    async def describe(self) -> Description:
+        """Describe the place, and count its artifacts."""
+        assert self._place is not None
+        count = sum([bool(found.versions) async for found in self.artifacts()])
+        return self._place._replace(items=count)
 
     async def delete(self, artifact: SourceArtifact) -> None:
         await _in_thread(artifact.delete)
@@ -120,7 +145,7 @@ async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
 async def _translate_errors(call: Awaitable[T]) -> T:
     try:
         return await call
-    except SecureSessionError:
+    except (SecureSessionError, ConversionError):
         raise
     except Exception as error:  # its text quotes a path or the name of an object, which contain ids
         reason = getattr(error, "strerror", None) or type(error).__name__
@@ -128,17 +153,6 @@ async def _translate_errors(call: Awaitable[T]) -> T:
             f"the source cannot be used: {reason}; check the permissions, and that no process "
             "writes to the source"
         ) from None
-
-
-def find_gap(numbers: Sequence[int]) -> str | None:
-    """Say which of the version numbers, which are sorted, is the first one that is missing."""
-    missing = next((n for n, found in enumerate(numbers) if n != found), None)
-    if missing is None:
-        return None
-    return (
-        f"version {missing} is missing, but later versions exist, whose numbers would change: "
-        f"add a version {missing} to the source, or delete the artifact there"
-    )
 
 
 @hides_locals
@@ -155,11 +169,9 @@ class FileArtifacts(ArtifactSource):
         ConfigurationError: The directory does not have the form of that service.
     """
 
-    kind = "directory"
-
     def __init__(self, root_dir: str | os.PathLike[str]) -> None:
         self._root = Path(root_dir).expanduser().resolve()
-        self.name: str = str(self._root)
+        self._place = Description(None, str(self._root), 0, None, "directory", "artifact")
         if (self._root / "users").exists():
             raise ConfigurationError(
                 "an older google-adk has stored artifacts in the source, whose directory 'users' "
@@ -182,7 +194,8 @@ class FileArtifacts(ArtifactSource):
                 )
             if found := _VERSIONS.fullmatch(directory.relative_to(root).as_posix()):
                 yield _read_artifact(found, directory, below)
-                below.clear()  # not to be walked
+                # google-adk 1.28 saved artifacts whose names contain a directory `versions`.
+                below[:] = [one for one in below if not one.isdecimal()]
             below.sort()
 
     async def clean_up(self) -> None:
@@ -198,46 +211,46 @@ def _read_artifact(found: re.Match[str], parent: Path, names: Sequence[str]) -> 
     app_name, user_id, session_id, path = found.groups()
     # google-adk saves a version in a directory with another name, and renames it at the end.
     numbers = sorted(int(name) for name in names if name.isdecimal())
-    name, versions, problem = path, [], find_gap(numbers)
+    name, versions, problem = path, list[SourceVersion](), ""
     try:
-        for number in [] if problem else numbers:
+        for number in numbers:
             name, version = _read_version(parent / str(number), number)
             versions.append(version)
     # The texts of these errors quote values.
     except (AttributeError, OSError, KeyError, RecursionError, TypeError, ValueError):
         problem = (
-            f"version {len(versions)} has no content, or no readable metadata.json: restore the "
-            "files, or delete the artifact in the source"
+            f"version {numbers[len(versions)]} has no content or no readable metadata.json, or "
+            "contains a directory: restore the files, or delete the artifact in the source"
         )
     if _path_of(name) != path or (session_id is not None and name.startswith(USER_PREFIX)):
         problem = "its metadata.json has the name of another artifact"
     if session_id is None and not name.startswith(USER_PREFIX):
         name = USER_PREFIX + name
-    delete = partial(_delete_versions, parent, [one.number for one in versions])
+    delete = partial(_delete_versions, parent, numbers)
     return SourceArtifact(app_name, user_id, session_id, name, versions, problem, delete)
 
 
 def _read_version(directory: Path, number: int) -> tuple[str, SourceVersion]:
     """Return the name with which a version was saved, and the version."""
     with _open(directory / "metadata.json") as file:
-        values = json.load(file)
+        stored = json.load(file)
     part: JsonObject = {"text": ""}
-    if mime_type := values.get("mimeType"):
+    if mime_type := stored.get("mimeType"):
         part = {"inline_data": {"mime_type": mime_type}}
-        if (display_name := values.get("displayName")) is not None:
+        if (display_name := stored.get("displayName")) is not None:
             part["inline_data"]["display_name"] = display_name
     # The file of the content has the last part of the artifact's path as its name.  Do not use the
     # URI in metadata.json: an attacker may have changed the URI to that of any file.
     path = directory / directory.parent.parent.name
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    # A directory may contain another artifact, whose name is not told from that of a version.
+    if not stat.S_ISREG(status.st_mode) or any(one.is_dir() for one in directory.iterdir()):
         raise ValueError
-    etag = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {values}"
-    metadata, time = dict(values.get("customMetadata") or {}), float(values["createTime"])
-    read = partial(_open, path)
-    return str(values["fileName"]), SourceVersion(
-        number, part, metadata, time, etag, found.st_size, read
-    )
+    metadata, time = dict(stored.get("customMetadata") or {}), float(stored["createTime"])
+    values = {"part": part, "metadata": metadata, "time": time}
+    etag = f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {stored}"
+    version = SourceVersion(number, values, etag, status.st_size, partial(_open, path))
+    return str(stored["fileName"]), version
 
 
 def _open(path: Path) -> BinaryIO:
@@ -286,30 +299,29 @@ class GcsArtifacts(ArtifactSource):
         ConfigurationError: google-cloud-storage is not installed, or there are no credentials.
     """
 
-    kind = "bucket"
-
     def __init__(self, bucket_name: str, client: Any = None) -> None:
-        self.name: str = bucket_name
+        server = "Google Cloud Storage"
+        self._place = Description(server, bucket_name, 0, None, "bucket", "artifact")
+        self._bucket_name = bucket_name
         self._client = _new_client() if client is None else client
 
     def _walk(self) -> Iterator[SourceArtifact]:
         # The names are sorted, so the objects of one session are adjacent.  The versions of one
         # artifact are not: "doc/1" and "doc/2" are of "doc", and between them is "doc/1/0".
-        listed = self._client.list_blobs(self.name)
-        for scope, blobs in groupby(listed, lambda one: one.name.split("/", 3)[:3]):
-            found: dict[str, dict[int, Any]] = {}
+        listed = self._client.list_blobs(self._bucket_name)
+        for scope, blobs in groupby(listed, lambda blob: blob.name.split("/", 3)[:3]):
+            found: dict[str, list[tuple[int, Any]]] = {}
             for blob in blobs:
                 name, _, number = "/".join(blob.name.split("/", 3)[3:]).rpartition("/")
                 if name and number.isascii() and number.isdecimal():
-                    found.setdefault(name, {})[int(number)] = blob
-            for name, by_number in sorted(found.items()):
+                    found.setdefault(name, []).append((int(number), blob))
+            for name, numbered in sorted(found.items()):
                 app_name, user_id, session_id = scope
-                of_session = None if name.startswith(USER_PREFIX) else session_id
-                ids = (app_name, user_id, of_session, name)
-                numbers = sorted(by_number)
-                versions = [_blob_version(by_number[number], number) for number in numbers]
-                delete = partial(_delete_blobs, [by_number[number] for number in numbers])
-                yield SourceArtifact(*ids, versions, find_gap(numbers), delete)
+                scope_id = None if name.startswith(USER_PREFIX) else session_id
+                numbered.sort(key=itemgetter(0))
+                versions = [_blob_version(blob, number) for number, blob in numbered]
+                delete = partial(_delete_blobs, [blob for _, blob in numbered])
+                yield SourceArtifact(app_name, user_id, scope_id, name, versions, delete=delete)
 
 
 def _new_client() -> Any:
@@ -342,15 +354,11 @@ def _blob_version(blob: Any, number: int) -> SourceVersion:
     elif stored.get("adkIsText") == "true":
         part = {"text": ""}
     internal = ("adkDisplayName", "adkIsText", "adkFileUri", "adkFileMimeType", "file_uri")
-    return SourceVersion(
-        number,
-        part,
-        {name: value for name, value in stored.items() if name not in internal},
-        blob.time_created.timestamp(),
-        f"{blob.generation} {blob.metageneration}",
-        blob.size,
-        None if file_uri else partial(blob.open, "rb", if_generation_match=blob.generation),
-    )
+    metadata = {name: value for name, value in stored.items() if name not in internal}
+    values = {"part": part, "metadata": metadata, "time": blob.time_created.timestamp()}
+    read = None if file_uri else partial(blob.open, "rb", if_generation_match=blob.generation)
+    etag = f"{blob.generation} {blob.metageneration}"
+    return SourceVersion(number, values, etag, blob.size, read)
 
 
 def _delete_blobs(blobs: Sequence[Any]) -> None:
@@ -365,58 +373,73 @@ class ServiceArtifacts(ArtifactSource):
     All versions of an artifact are in memory at the same time.  They are not erased: a service's
     `delete_artifact` would also delete versions that were saved meanwhile.
 
+    A version of the type `application/octet-stream` that loads as None is one that a rewind of the
+    session has saved, and is copied as such.  A reference to another artifact (`artifact://`) loads
+    as the content of the other artifact.  Therefore a version that loads with another type than it
+    is listed with is not copied.  A `GcsArtifactService` lists some references with that type: read
+    it with `GcsArtifacts`.
+
     Args:
         service: The service; it implements `list_artifact_versions`.
         sessions: The app name, the user id and the session id of each session.
     """
 
-    kind = "service"
-    can_delete = False
-
     def __init__(
         self, service: "BaseArtifactService", sessions: Iterable[tuple[str, str, str]]
     ) -> None:
-        self.name: str = type(service).__name__
         self._service, self._sessions = service, list(sessions)
 
     async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         seen: set[tuple[str | None, ...]] = set()
         for app_name, user_id, session_id in self._sessions:
-            scope = {"app_name": app_name, "user_id": user_id}
-            keys = self._service.list_artifact_keys(**scope, session_id=session_id)
-            for filename in await _translate_errors(keys):
-                of_session = None if filename.startswith(USER_PREFIX) else session_id
-                if (ids := (app_name, user_id, of_session, filename)) in seen:
-                    continue
-                seen.add(ids)
-                versions, problem = await self._versions(
-                    **scope, session_id=of_session, filename=filename
-                )
-                yield SourceArtifact(*ids, versions, problem, lambda: None)
+            ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id}
+            for filename in await _translate_errors(self._service.list_artifact_keys(**ids)):
+                scope_id = None if filename.startswith(USER_PREFIX) else session_id
+                artifact_ids = ids | {"session_id": scope_id, "filename": filename}
+                if (key := tuple(artifact_ids.values())) not in seen:
+                    seen.add(key)
+                    yield await self._read(artifact_ids)
 
-    async def _versions(self, **ids: Any) -> tuple[list[SourceVersion], str | None]:
+    async def _read(self, ids: dict[str, Any]) -> SourceArtifact:
+        versions, problem = list[SourceVersion](), ""
         listed = await _translate_errors(self._service.list_artifact_versions(**ids))
-        listed = sorted(listed, key=lambda one: one.version)
-        problem, versions = find_gap([one.version for one in listed]), list[SourceVersion]()
-        for one in [] if problem else listed:
-            part = await _translate_errors(self._service.load_artifact(**ids, version=one.version))
-            try:
-                if part is None:
-                    raise ValueError
-                versions.append(_loaded_version(one, part))
-            except ValueError:  # its text quotes values
-                return versions, f"version {one.version} has no readable content"
-        return versions, problem
+        try:
+            for version in sorted(listed, key=lambda one: one.version):
+                load = self._service.load_artifact(**ids, version=version.version)
+                versions.append(await _translate_errors(self._convert(version, load)))
+        except ConversionError as error:
+            problem = str(error)
+        return SourceArtifact(**ids, versions=versions, problem=problem)
 
+    async def _convert(
+        self, listed: "ArtifactVersion", load: "Awaitable[types.Part | None]"
+    ) -> SourceVersion:
+        from google.adk.artifacts import FileArtifactService
 
-def _loaded_version(version: "ArtifactVersion", part: "types.Part") -> SourceVersion:
-    from adk_secure_sessions.integrations.artifacts import split_part  # imports google-adk
+        from adk_secure_sessions.integrations import artifacts
 
-    values, content = split_part(part)
-    data = content or b""
-    metadata = exact_values(version.custom_metadata, MAX_LEVELS, "custom_metadata")
-    etag = f"{sha256(data).hexdigest()} {values} {metadata} {version.create_time}"
-    opens = None if content is None else partial(io.BytesIO, data)
-    return SourceVersion(
-        version.version, values, metadata, version.create_time, etag, len(data), opens
-    )
+        mime_type = listed.mime_type
+        try:
+            part = await load
+            if part is None and mime_type == artifacts.REWIND_TYPE:
+                part = artifacts.REWIND_PLACEHOLDER
+            if part is None:
+                raise ValueError
+            values, content = artifacts.split_part(part)
+            metadata = exact_values(listed.custom_metadata, MAX_LEVELS, "custom_metadata")
+        except ValueError:  # its text quotes values
+            reason = f"version {listed.version} has no readable content"
+            raise ConversionError(reason) from None
+        # A FileArtifactService lists no type for a text, and stores no references.
+        is_untyped = mime_type is None and isinstance(self._service, FileArtifactService)
+        if mime_type != mime_type_of(values) and not is_untyped:
+            raise ConversionError(
+                f"version {listed.version} loads with another type than it is listed with, as a "
+                "reference to another artifact does: copy this artifact yourself, or delete it in "
+                "the source"
+            )
+        data = content or b""
+        values = {"part": values, "metadata": metadata, "time": listed.create_time}
+        etag = f"{sha256(data).hexdigest()} {values}"
+        read = None if content is None else partial(io.BytesIO, data)
+        return SourceVersion(listed.version, values, etag, len(data), read)

@@ -51,14 +51,18 @@ class Version(HoldsSecrets):
 
     @property
     def mime_type(self) -> str | None:
-        """The MIME type of the content; None for a reference to another artifact."""
-        if self.is_text:
-            return "text/plain"
-        data = self.part.get("inline_data") or self.part.get("file_data") or {}
-        if str(data.get("file_uri", "")).startswith("artifact://"):
-            return None
-        mime_type: str | None = data.get("mime_type")
-        return mime_type
+        return mime_type_of(self.part)
+
+
+def mime_type_of(part: JsonObject) -> str | None:
+    """Return the MIME type of the content; None for a reference to another artifact."""
+    if "text" in part and "inline_data" not in part:
+        return "text/plain"
+    data = part.get("inline_data") or part.get("file_data") or {}
+    if str(data.get("file_uri", "")).startswith("artifact://"):
+        return None
+    mime_type: str | None = data.get("mime_type")
+    return mime_type
 
 
 def collection_name(session_id: str | None, filename: str) -> str:

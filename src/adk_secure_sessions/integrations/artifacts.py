@@ -41,6 +41,10 @@ from adk_secure_sessions.service import EncryptedSessionService, check_ids, reje
 logger: logging.Logger = logging.getLogger(__name__)
 
 _LEVELS = json_text.MAX_LEVELS - 2  # the item and its field take two levels
+# When ADK rewinds a session to a time before the artifact existed, it cannot delete the artifact,
+# and saves this empty part instead.
+REWIND_TYPE = "application/octet-stream"
+REWIND_PLACEHOLDER = types.Part.from_bytes(data=b"", mime_type=REWIND_TYPE)
 _MAX_REFERENCES = 5  # how many references to other artifacts one load follows, as in ADK
 
 
@@ -166,10 +170,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             part = await self._load_part(stored)
             target = _check_reference(part, app_name, user_id, session_id)
             if target is None:
-                # When ADK rewinds a session to a time before the artifact existed, it cannot delete
-                # the artifact, and saves this empty part instead.
-                rewind_placeholder = types.Blob(mime_type="application/octet-stream", data=b"")
-                return None if part == types.Part(inline_data=rewind_placeholder) else part
+                return None if part == REWIND_PLACEHOLDER else part
             filename, session_id, version = target.filename, target.session_id, target.version
         raise InputValidationError(
             f"The artifact refers to another one through more than {_MAX_REFERENCES} references."
