@@ -41,9 +41,9 @@ class Version(HoldsSecrets):
     metadata: dict[str, Any]
     time: float  # when the version was saved, in seconds since 1970
     uri: str  # contains no name and no id of ADK
-    item: int  # the number of the item that describes the version
-    versions: int  # how many versions the artifact has, including the one that this item adds
-    rotation: int | None  # `DataRotation.since` of the last re-encryption of the content
+    item_number: int  # of the item that describes the version
+    version_count: int  # of the artifact, including the version that this item adds
+    reencrypted_since: int | None  # `DataRotation.since` of the last re-encryption of the content
 
     @property
     def is_text(self) -> bool:
@@ -70,7 +70,7 @@ def collection_name(session_id: str | None, filename: str) -> str:
     return json.dumps([_KIND, session_id, filename], ensure_ascii=False)
 
 
-def scope_and_name(collection: str) -> tuple[str | None, str] | None:
+def parse_name(collection: str) -> tuple[str | None, str] | None:
     """Return the arguments of `collection_name`; None if the collection stores no artifact."""
     kind, *rest = json.loads(collection)
     if kind != _KIND:
@@ -87,7 +87,7 @@ def versions_of(collection: Collection) -> list[Version]:
 
 def version_count(collection: Collection) -> int:
     """Return how many versions the artifact has; *collection* needs at least the last item."""
-    return _parse_items(collection)[-1].versions if collection.size else 0
+    return _parse_items(collection)[-1].version_count if collection.size else 0
 
 
 class VersionExists(Exception):
@@ -129,16 +129,15 @@ async def add_version(
 
 
 @hides_locals
-def reencrypted_item(
-    plaintext: bytes, number: int, versions: int, blob: Blob, rotation: int
-) -> bytes:
+def reencrypted_item(plaintext: bytes, number: int, count: int, blob: Blob, since: int) -> bytes:
     """Return the plaintext of an item that describes a version again.
 
-    *plaintext* is that of the last such item, and *rotation* is `DataRotation.since`.
+    *plaintext* is that of the last such item, *count* the number of versions of the artifact, and
+    *since* is `DataRotation.since`.
     """
     _, values = json_text.read_event(plaintext)
-    values |= {"blob": _blob_values(blob), "version": number, "versions": versions}
-    values["rotation"] = rotation
+    values |= {"blob": _blob_values(blob), "version": number, "versions": count}
+    values["rotation"] = since
     return plaintext[: json_text.version_end(plaintext)] + json_text.dumps(values)
 
 
@@ -165,28 +164,22 @@ def _parse_items(collection: Collection) -> list[Version]:
     """Parse all items in *collection*, and check each item against the item before it."""
     first = collection.size - len(collection.items)
     versions: list[Version] = []
-    for number in range(first, collection.size):
-        version = _parse_item(collection, number)
-        # The first of several last items cannot be checked.
-        before = versions[-1].versions if versions else None if number else 0
-        # An item adds the next version, or describes an existing one again.
-        last = version and (version.number if version.rotation is None else version.versions)
-        if version is None or before not in (None, last):
-            row = f"{collection.version.session_row}, {number}"
-            detail = "its plaintext is malformed"
-            raise TamperedError(detail, Reason.MALFORMED, events.name, row)
-        versions.append(version)
+    count = None if first else 0  # the first of several last items cannot be checked
+    for number, plaintext in enumerate(collection.items, first):
+        versions.append(_parse_item(collection.version.session_row, number, plaintext, count))
+        count = versions[-1].version_count
     return versions
 
 
-def _parse_item(collection: Collection, item: int) -> Version | None:
-    """Return the version that the item describes; None if the item is malformed."""
-    _, values = json_text.read_event(collection.items[item - collection.size])
-    row = collection.version.session_row
+def _parse_item(row: int, item_number: int, plaintext: bytes, count_before: int | None) -> Version:
+    """Return the version that the item describes; raise TamperedError if the item is malformed.
+
+    *count_before* is how many versions the items before describe; None if this is unknown.
+    """
+    _, values = json_text.read_event(plaintext)
     try:
-        blob = values.get("blob")
-        number, versions = values["version"], values["versions"]
-        rotation = values.get("rotation")
+        blob, since = values.get("blob"), values.get("rotation")
+        number, count = values["version"], values["versions"]
         version = Version(
             number,
             dict(values["part"]),
@@ -194,14 +187,19 @@ def _parse_item(collection: Collection, item: int) -> Version | None:
             dict(values["metadata"]),
             float(values["time"]),
             f"encrypted-artifact:///{row:x}/{number}",
-            item,
-            versions,
-            rotation,
+            item_number,
+            count,
+            since,
         )
-        is_new = rotation is None and number + 1 == versions <= item + 1
-        is_again = type(rotation) is int and version.blob and 0 <= number < versions <= item
-        if type(number) is type(versions) is int and (is_new or is_again):
+        # An item adds the next version, or describes an existing one again.
+        if since is None:
+            is_valid = number + 1 == count <= item_number + 1 and count_before in (None, number)
+        else:
+            is_valid = type(since) is int and version.blob is not None
+            is_valid &= 0 <= number < count <= item_number and count_before in (None, count)
+        if is_valid and type(number) is type(count) is int:
             return version
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         pass
-    return None
+    detail = "its plaintext is malformed"
+    raise TamperedError(detail, Reason.MALFORMED, events.name, f"{row}, {item_number}")

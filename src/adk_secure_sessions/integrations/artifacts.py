@@ -31,7 +31,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
     Version,
     add_version,
     collection_name,
-    scope_and_name,
+    parse_name,
     version_count,
     versions_of,
 )
@@ -186,7 +186,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         """
         check_ids(app_name, user_id, session_id or "")
         collections = await self._collections.of_user(app_name, user_id)
-        artifacts = filter(None, [scope_and_name(collection.name) for collection in collections])
+        artifacts = filter(None, [parse_name(collection.name) for collection in collections])
         return sorted(name for scope, name in artifacts if scope in (None, session_id))
 
     @accessed("artifact.delete")
@@ -321,10 +321,10 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         if collection is None:
             return None
         (last,) = versions_of(collection)
-        number = last.versions - 1 if number is None else number
+        number = last.version_count - 1 if number is None else number
         if number == last.number:
             return last
-        if not 0 <= number < last.versions:
+        if not 0 <= number < last.version_count:
             return None
         collection = await self._collections.get(address)
         versions = versions_of(collection) if collection else []

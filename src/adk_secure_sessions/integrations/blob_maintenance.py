@@ -16,7 +16,7 @@ from adk_secure_sessions.audit import command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
-from adk_secure_sessions.integrations.artifact_versions import Version, scope_and_name, versions_of
+from adk_secure_sessions.integrations.artifact_versions import Version, parse_name, versions_of
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems, reject_orphans
@@ -116,7 +116,7 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
             if blob is None:
                 continue
             named.add(blob.name)
-            row = f"{collection.version.session_row}, {version.item}"
+            row = f"{collection.version.session_row}, {version.item_number}"
             found = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await storage_error(store, blob, found and found.size):
                 result.missing += 1
@@ -134,7 +134,7 @@ async def storage_error(
 ) -> TamperedError | None:
     """Return an error if *blob* is missing or has another length.
 
-    *size* is that of the listed blob; None if the blob was not listed.
+    *size* is that of the listed blob; None if it was not listed, but may have been stored since.
     """
     if size is None:
         size = await store.blobs(blob.prefix).size(blob.name)
@@ -214,20 +214,21 @@ async def purge_blobs(
     await reject_orphans(db)
     # Read the marks again: reading the rows may have taken hours, and a run on another copy of the
     # database may have withdrawn marks since.
-    again = await blobs.marks()
-    old = now - older_than.total_seconds()
-    due = [name for name in marks.keys() & again.keys() if again[name] < old]
-    young = now - _MAX_UPLOAD_TIME.total_seconds()
-    new = [name for name in stored.keys() - named - marks.keys() if stored[name].modified < young]
+    marked_at = await blobs.marks()
+    cutoff = now - older_than.total_seconds()
+    to_delete = [name for name in marks.keys() & marked_at.keys() if marked_at[name] < cutoff]
+    cutoff = now - _MAX_UPLOAD_TIME.total_seconds()
+    unmarked = stored.keys() - named - marks.keys()
+    to_mark = [name for name in unmarked if stored[name].modified < cutoff]
     if not dry_run:
-        for name in new:
+        for name in to_mark:
             await blobs.mark(name)
-        for name in due:
+        for name in to_delete:
             if name in stored:  # otherwise, the blob was deleted by a run that was killed here
                 await blobs.delete(name)
             await blobs.unmark(name)
-    result.deleted = len(stored.keys() & due)
-    result.marked = len(stored.keys() & marks.keys()) - result.deleted + len(new)
+    result.deleted = len(stored.keys() & to_delete)
+    result.marked = len(stored.keys() & marks.keys()) - result.deleted + len(to_mark)
     return result
 
 
@@ -249,7 +250,7 @@ async def artifacts_of(
         for stored in page:
             try:
                 ids = stored.require_ids()
-                if not stored.row.is_collection or scope_and_name(ids.session_id) is None:
+                if not stored.row.is_collection or parse_name(ids.session_id) is None:
                     continue
                 collection = await collections.get(ids)
                 if collection is None:

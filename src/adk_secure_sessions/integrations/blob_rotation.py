@@ -102,8 +102,8 @@ class _BlobRotationRun(DataRotationRun):
         The last item then describes the last version, so loading this version reads one item.
         """
         for version in versions:
-            is_done = version.rotation is not None and version.rotation >= self.result.since
-            if version.blob is None or is_done:
+            since = version.reencrypted_since
+            if version.blob is None or (since is not None and since >= self.result.since):
                 continue
             try:
                 if self._dry_run:
@@ -113,15 +113,15 @@ class _BlobRotationRun(DataRotationRun):
                     new = await self._copied(version.blob)
                     # If this fails, keep the new blob: an attempt whose answer was lost may have
                     # stored the item.  If no item names the blob, `purge blobs` marks it.
-                    now = await self._append(ids, collection, version, new)
-                    if now is None:
+                    appended = await self._append(ids, collection, version, new)
+                    if appended is None:
                         return  # the artifact was deleted
-                    collection = now
+                    collection = appended
                     # Another database may use blobs under another prefix.
                     if version.blob.prefix == self._blobs.prefix:
                         await self._blobs.mark(version.blob.name)
             except ROW_ERRORS as error:
-                row = f"{collection.version.session_row}, {version.item}"
+                row = f"{collection.version.session_row}, {version.item_number}"
                 if isinstance(error, DecryptionError) and error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
                     self.result.bad_blobs += 1
@@ -156,9 +156,10 @@ class _BlobRotationRun(DataRotationRun):
         """
         now: Collection | None = collection
         # The numbers are compared, not the versions: NaN in the metadata of one equals no other.
-        while now is not None and version.item in {one.item for one in versions_of(now)}:
+        number = version.item_number
+        while now is not None and number in {one.item_number for one in versions_of(now)}:
             item = reencrypted_item(
-                now.items[version.item], version.number, version_count(now), new, self.result.since
+                now.items[number], version.number, version_count(now), new, self.result.since
             )
             try:
                 at = await self._collections.append_at(now.version, ids, item)
