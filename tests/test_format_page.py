@@ -154,7 +154,7 @@ def test_page_gives_the_size_from_which_an_overlay_is_folded() -> None:
 
 def test_page_gives_the_format_version() -> None:
     assert f"`format` = `{tables.FORMAT_VERSION}`" in PAGE
-    assert f"\n# The stored format, version {records.VERSION}\n" in PAGE
+    assert f"\n# The stored format, version {records.VERSION}: " in PAGE
 
 
 def test_page_gives_the_flags_byte() -> None:
