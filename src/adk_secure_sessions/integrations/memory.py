@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from google.adk.events import Event
 from google.adk.memory import BaseMemoryService
@@ -93,8 +93,13 @@ class MemoryRanker(Protocol):
 
 
 _Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
-# An item to append, and whether it is the last one of a change.
-_Planned: TypeAlias = tuple[MemoryItem, bool]
+
+
+class _PlannedItem(NamedTuple):
+    """An item to append, and whether it is the last one of a change."""
+
+    item: MemoryItem
+    is_last: bool
 
 
 @hides_locals
@@ -161,7 +166,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         new = _from_events(session.events, "session.events", None)
         scope = session_scope(session.id)
 
-        def difference(memory: UserMemory) -> _Planned | None:
+        def plan(memory: UserMemory) -> _PlannedItem | None:
             wanted = [one for one in new if one.id not in memory.deleted]
             drop: list[Entry] = []
             kept = 0
@@ -176,7 +181,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 return None
             return _plan_item(scope, wanted[kept:], drop)
 
-        await self._write(session.app_name, session.user_id, difference)
+        await self._write(session.app_name, session.user_id, plan)
 
     @accessed("memory.write")
     async def add_events_to_memory(
@@ -201,7 +206,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         new = _from_events(events, "events", _metadata(custom_metadata, "custom_metadata"))
         scope = session_scope(session_id) if session_id else EVENTS
 
-        def difference(memory: UserMemory) -> _Planned | None:
+        def plan(memory: UserMemory) -> _PlannedItem | None:
             known = {entry.id for entry in memory.of_scope(scope)} | memory.deleted
             wanted = []
             for one in new:
@@ -210,7 +215,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     wanted.append(one)
             return _plan_item(scope, wanted) if wanted or not memory.has_scope(scope) else None
 
-        await self._write(app_name, user_id, difference)
+        await self._write(app_name, user_id, plan)
 
     @accessed("memory.write")
     async def add_memory(
@@ -238,7 +243,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         if len(ids) < len(new):
             raise ValueError("two of the memories have the same id")
 
-        def difference(memory: UserMemory) -> _Planned | None:
+        def plan(memory: UserMemory) -> _PlannedItem | None:
             if ids & memory.deleted:
                 number = next(n for n, one in enumerate(new) if one.id in memory.deleted)
                 raise ValueError(
@@ -255,7 +260,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
             return _plan_item(EXPLICIT, wanted, drop) if wanted else None
 
         if new:
-            await self._write(app_name, user_id, difference)
+            await self._write(app_name, user_id, plan)
 
     @accessed("memory.read")
     async def search_memory(
@@ -280,7 +285,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         else:
             entries = await _rank(self._ranker, query, memory)
         row = memory.version.session_row
-        return SearchMemoryResponse(memories=[entry.memory(row) for entry in entries])
+        return SearchMemoryResponse(memories=[entry.to_memory_entry(row) for entry in entries])
 
     @accessed("memory.delete")
     async def delete_memory(
@@ -296,16 +301,16 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         if not memory_id:
             return
 
-        def deletion(memory: UserMemory) -> _Planned | None:
+        def plan(memory: UserMemory) -> _PlannedItem | None:
             entries = memory.with_id(memory_id)
             return _plan_item(drop=entries, deleted=[memory_id]) if entries else None
 
-        await self._write(app_name, user_id, deletion)
+        await self._write(app_name, user_id, plan)
 
     # --- write -----------------------------------------------------------------------------------
 
     async def _write(
-        self, app_name: str, user_id: str, plan: Callable[[UserMemory], _Planned | None]
+        self, app_name: str, user_id: str, plan: Callable[[UserMemory], _PlannedItem | None]
     ) -> None:
         """Append the item that *plan* returns; if *plan* returns None, do nothing.
 
@@ -331,7 +336,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     planned = plan(memory)
                     if planned is None:
                         return
-                    item, is_last = planned
+                    item = planned.item
                     rewrites = memory.is_sparse() or len(item.drop) > _MAX_REPLACED
                     replaced = {} if rewrites else memory.replaced(item.drop)
                     rewritten = memory.rewritten(item) if rewrites else []
@@ -356,7 +361,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 except (writes.StaleRevision, writes.MissingSession):
                     await retries.wait(Conflict())
                     continue
-                if is_last:
+                if planned.is_last:
                     return
                 retries = Retries(writes=True)
 
@@ -406,11 +411,11 @@ def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
 async def _apply_items(memory: UserMemory, collection: Collection) -> bool:
     """Apply the items of *collection* to *memory*; return False if they are not its next ones."""
     version = collection.version._replace(revision=collection.size - len(collection.items))
-    async for item, writer in paced(await _decode_items(collection)):
+    async for item, written_with in paced(await _decode_items(collection)):
         with memory.lock:
             if memory.version != version:  # another process or thread has changed the memory
                 return False
-            memory.apply(item, writer)
+            memory.apply(item, written_with)
             version = memory.version
     return True
 
@@ -421,8 +426,8 @@ async def _decode_items(collection: Collection) -> list[tuple[MemoryItem, str]]:
     items = []
     async for number, plaintext in paced(enumerate(collection.items, first)):
         try:
-            writer, values = json_text.read_event(plaintext)
-            items.append((parse_item(values, number), writer))
+            written_with, values = json_text.read_event(plaintext)
+            items.append((parse_item(values, number), written_with))
         except DecryptionError as error:
             raise error.located(events.name, f"{row}, {number}") from None
     check_replaced((item for item, _ in items), first, events.name, row)
@@ -434,7 +439,7 @@ def _plan_item(
     add: Sequence[Entry] = (),
     drop: Iterable[Entry] = (),
     deleted: Sequence[str] = (),
-) -> _Planned:
+) -> _PlannedItem:
     """Return an item with as many entries of *add* as fit into it, and whether these are all."""
     places: dict[int, list[int]] = {}
     for entry in drop:
@@ -447,7 +452,7 @@ def _plan_item(
         if values and size > _ITEM_BYTES:
             break
         values.append(one.values())
-    return MemoryItem(scope, values, dropped, deleted), len(values) == len(add)
+    return _PlannedItem(MemoryItem(scope, values, dropped, deleted), len(values) == len(add))
 
 
 async def _encode_items(items: Iterable[NewItem]) -> list[bytes]:

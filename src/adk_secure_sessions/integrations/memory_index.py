@@ -75,14 +75,14 @@ class Entry:
     # The last three fields are set once the entry is stored.
     item: int = -1  # the number of the item that added the entry
     place: int = -1  # in the field `add` of that item
-    writer: str = ""  # the version of google-adk that wrote the item
+    written_with: str = ""  # the version of google-adk that wrote the item
 
     @classmethod
-    def stored(cls, values: JsonObject, item: int, place: int, writer: str) -> "Entry":
+    def stored(cls, values: JsonObject, item: int, place: int, written_with: str) -> "Entry":
         content, metadata = json_text.dumps(values["content"]), values.get("metadata")
         author, timestamp = values.get("author"), values.get("timestamp")
         dumped = json_text.dumps(metadata) if metadata else None
-        return cls(values["id"], author, timestamp, content, dumped, item, place, writer)
+        return cls(values["id"], author, timestamp, content, dumped, item, place, written_with)
 
     def values(self) -> JsonObject:
         """Return the JSON object that stores the entry."""
@@ -107,12 +107,12 @@ class Entry:
     def text(self) -> str:
         return text_of(json_text.loads(self.content))
 
-    def memory(self, session_row: int) -> MemoryEntry:
+    def to_memory_entry(self, session_row: int) -> MemoryEntry:
         try:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
             row = f"{session_row}, {self.item}"
-            raise unreadable(events.name, row, self.writer) from None
+            raise unreadable(events.name, row, self.written_with) from None
         timestamp = self.timestamp
         if not isinstance(timestamp, str | None):
             timestamp = datetime.fromtimestamp(timestamp).isoformat()  # google-adk's format
@@ -150,15 +150,15 @@ class UserMemory:
         self.entries: dict[int, Entry] = {}
         self.deleted: set[str] = set()  # ids that must not be added again
         self._items: list[MemoryItem] = []  # with an empty field `add`: `entries` has the entries
-        self._keys: list[list[int | None]] = []  # per item: its entries' keys; None if dropped
+        self._entry_keys: list[list[int | None]] = []  # of each item; None for a dropped entry
         self._scopes: dict[Scope, dict[int, Entry]] = {}
-        self._numbers: dict[Scope, int] = {}  # the scope numbers in the keys of entries
+        self._scope_numbers: dict[Scope, int] = {}
         # For each word, the keys of the entries that contain the word.
         self._words: dict[str, set[int]] = {}
         # The texts of the entries by key, in NFC and lower case.  Texts in ASCII are omitted: a
         # search looks into the texts only for words that are not ASCII.
         self._texts: dict[int, str] = {}
-        self._next_key = 0
+        self._next_entry_number = 0
 
     def has_scope(self, scope: Scope) -> bool:
         return scope in self._scopes
@@ -170,8 +170,8 @@ class UserMemory:
     def with_id(self, entry_id: str) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.id == entry_id]
 
-    def apply(self, item: MemoryItem, writer: str) -> None:
-        """Apply the next item, which the version *writer* of google-adk wrote."""
+    def apply(self, item: MemoryItem, written_with: str) -> None:
+        """Apply the next item; *written_with* is the version of google-adk that wrote it."""
         number = self.version.revision
         for earlier, dropped in item.drop.items():
             self._drop(earlier, dropped.places)
@@ -180,19 +180,20 @@ class UserMemory:
         keys: list[int | None] = []
         if item.scope is not None:
             scope = self._scopes.setdefault(item.scope, {})
-            first = self._numbers.setdefault(item.scope, len(self._numbers)) << _SCOPE_SHIFT
+            numbers = self._scope_numbers
+            first = numbers.setdefault(item.scope, len(numbers)) << _SCOPE_SHIFT
             for place, values in enumerate(item.add):
                 if values is None:
                     keys.append(None)
                     continue
-                key = first | self._next_key
-                self._next_key += 1
-                entry = Entry.stored(values, number, place, writer)
+                key = first | self._next_entry_number
+                self._next_entry_number += 1
+                entry = Entry.stored(values, number, place, written_with)
                 scope[key] = self.entries[key] = entry
                 keys.append(key)
                 self._index(key, text_of(values["content"]))
         self._items.append(item._replace(add=()))
-        self._keys.append(keys)
+        self._entry_keys.append(keys)
         self.version = self.version._replace(revision=number + 1)
 
     def replaced(self, drop: dict[int, Dropped]) -> dict[int, NewItem]:
@@ -202,7 +203,7 @@ class UserMemory:
             gone = set(places)
             entries = [
                 None if key is None or place in gone else self.entries[key]
-                for place, key in enumerate(self._keys[number])
+                for place, key in enumerate(self._entry_keys[number])
             ]
             found[number] = self._items[number]._replace(replacement=replacement), entries
         return found
@@ -211,14 +212,14 @@ class UserMemory:
         """Return whether far more items are stored than the entries and scopes need."""
         return len(self._items) > SPARE_ITEMS + 2 * (len(self.entries) + len(self._scopes))
 
-    def rewritten(self, last: MemoryItem) -> list[NewItem]:
-        """Return new items for all entries that *last* does not drop.
+    def rewritten(self, pending: MemoryItem) -> list[NewItem]:
+        """Return new items for all entries that *pending*, which is not stored yet, does not drop.
 
         The entries of one item have about `_PACKED_BYTES` at most.
         """
         gone = {
-            self._keys[number][place]
-            for number, dropped in last.drop.items()
+            self._entry_keys[number][place]
+            for number, dropped in pending.drop.items()
             for place in dropped.places
         }
         items: list[NewItem] = []
@@ -234,7 +235,7 @@ class UserMemory:
                     items.append((MemoryItem(scope), entries))
                 entries.append(entry)
                 size += len(entry.content) + len(entry.metadata or b"")
-        deleted = sorted(self.deleted | set(last.deleted))
+        deleted = sorted(self.deleted | set(pending.deleted))
         return [(MemoryItem(deleted=deleted), []), *items]
 
     # --- search ----------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ class UserMemory:
             self._texts[key] = lower
 
     def _drop(self, item: int, places: Iterable[int]) -> None:
-        keys = self._keys[item]
+        keys = self._entry_keys[item]
         for place in places:
             # If the earlier item was replaced before this process read the item, the item no longer
             # contains the entry.

@@ -195,8 +195,8 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise ValueError("session_id must not be empty, nor begin or end with spaces")
         if session_id is None and scopes.session:
             session_id = f"s-{platform_uuid.new_uuid()}"
-        writer = await self._fresh_cipher(app_name, user_id, session_id or "")
-        encrypted = writer.encrypt_states(scopes)
+        cipher = await self._fresh_cipher(app_name, user_id, session_id or "")
+        encrypted = cipher.encrypt_states(scopes)
         stored = await self._inner.create_session(
             app_name=app_name, user_id=user_id, state=encrypted or None, session_id=session_id
         )
@@ -209,7 +209,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 "it accepts, or give none"
             )
         identity = await self._runner.identify(app_name, user_id, stored.id)
-        return await self._read(identity, lambda reader: reader.decrypt_session(stored))
+        return await self._read(identity, lambda cipher: cipher.decrypt_session(stored))
 
     @accessed("session.read")
     async def get_session(
@@ -240,7 +240,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         if stored is None:
             return None
         identity = await self._runner.identify(app_name, user_id, session_id)
-        return await self._read(identity, lambda reader: reader.decrypt_session(stored, config))
+        return await self._read(identity, lambda cipher: cipher.decrypt_session(stored, config))
 
     @accessed("sessions.list")
     async def list_sessions(
@@ -294,7 +294,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise NotImplementedError(f"{type(self._inner).__name__} has no get_user_state")
         stored = await method(app_name=app_name, user_id=user_id)
         identity = await self._runner.identify(app_name, user_id)
-        return await self._read(identity, lambda reader: reader.decrypt_scope(reader.user, stored))
+        return await self._read(identity, lambda cipher: cipher.decrypt_scope(cipher.user, stored))
 
     @accessed("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
@@ -326,8 +326,8 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise ValueError("id, invocation_id and author of an event must be strings")
         plaintext = events.encode(event)
         stored = await self._inner_session(session)
-        writer = await self._fresh_cipher(session.app_name, session.user_id, session.id)
-        encrypted = writer.encrypt_event(event, plaintext, writer.encrypt_states(delta))
+        cipher = await self._fresh_cipher(session.app_name, session.user_id, session.id)
+        encrypted = cipher.encrypt_event(event, plaintext, cipher.encrypt_states(delta))
         # Give the inner service a copy: it changes the object, even if it then fails to store the
         # event.
         changed = stored.model_copy(
@@ -386,13 +386,13 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         self, identity: Identity, work: Callable[["_SessionCipher"], Awaitable[T]]
     ) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
-        master = (await self._runner.keyring()).index_master
+        index_master = (await self._runner.keyring()).index_master
         # If the other service answers from memory and the keys are cached, nothing else lets other
         # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)
 
         async def use(keys: TransactionKeys, is_current: bool) -> T:
-            return await work(_SessionCipher(keys, is_current, master, identity))
+            return await work(_SessionCipher(keys, is_current, index_master, identity))
 
         return await self._runner.run(key_operations.UseKeys(identity, use))
 
@@ -433,11 +433,11 @@ class _SessionCipher:
     """
 
     def __init__(
-        self, keys: TransactionKeys, is_current: bool, master: IndexMaster, identity: Identity
+        self, keys: TransactionKeys, is_current: bool, index_master: IndexMaster, identity: Identity
     ):
         self._keys = keys
         self._is_current = is_current
-        self._index_master = master
+        self._index_master = index_master
         self._identity = identity
         user = (identity.app_name, identity.user_id)
         self.app = _StateScope(json_text.APP_PREFIX, identity.app_tag, ("app", identity.app_name))
