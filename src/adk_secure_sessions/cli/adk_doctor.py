@@ -59,17 +59,17 @@ def doctor(
         agents = _load_agents(agents_dir)
         given = {name: uri or service_uri for name, uri in uris.items()}
         stores = list(plaintext_guard.find_stores(str(agents_dir), given))
-        places = [
+        leaks = [
             plaintext_places.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores
             if store.protection in (Protection.PLAINTEXT, Protection.UNKNOWN)
         ]
-        on, notes = plaintext_places.in_environment(os.environ)
-        places += [*on, *plaintext_places.in_files(agents_dir)]
+        settings, notes = plaintext_places.in_environment(os.environ)
+        leaks += [*settings, *plaintext_places.in_files(agents_dir)]
         for agent in agents.values():
-            places += plaintext_places.in_plugins(agent)
-    leaks = [place for place in dict.fromkeys(places) if place.name not in allow]
-    notes = [place for place in notes if place.name not in allow]
+            leaks += plaintext_places.in_plugins(agent)
+    leaks = [leak for leak in dict.fromkeys(leaks) if leak.name not in allow]
+    notes = [leak for leak in notes if leak.name not in allow]
     result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}
     print_result(result, _lines(stores, leaks, notes, len(agents)))
     sys.exit(1 if leaks else 0)
@@ -80,9 +80,9 @@ def _lines(
 ) -> Iterator[str]:
     yield from table(stores)
     for mark, listed in (("", leaks), ("note, only if your own code exports traces: ", notes)):
-        for place in listed:
-            yield f"{mark}{place.name}: {place.where}"
-            yield f"  {place.remedy.replace('`', '')}"
+        for leak in listed:
+            yield f"{mark}{leak.name}: {leak.where}"
+            yield f"  {leak.remedy.replace('`', '')}"
     if leaks:
         places = len({leak.name for leak in leaks})
         yield f"google-adk writes plaintext in {counted(places, 'place')}"

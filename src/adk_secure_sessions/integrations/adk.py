@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 from urllib.parse import parse_qsl, unquote
 
 from adk_secure_sessions.audit import Audit
@@ -33,6 +33,8 @@ from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.service import EncryptedSessionService
+
+T = TypeVar("T")
 
 PREFIX = "encrypted+"
 # The kinds of URL that may follow the prefix, each with the driver's options that a URI may
@@ -124,7 +126,7 @@ def parse(uri: str) -> ServiceUri:
         )
     url = scheme.lower().removeprefix(PREFIX)
     ours: dict[str, list[Any]] = {name: [] for name in _OPTIONS}
-    of_driver = []
+    driver_options = []
     for number, option in enumerate(filter(None, query.split("&")), 1):
         name = unquote(option.partition("=")[0])
         if name in ours:
@@ -134,7 +136,7 @@ def parse(uri: str) -> ServiceUri:
                 raise ConfigurationError(f"the option {name!r} of the URI {requirement}")
             ours[name] += values
         elif name in _DRIVER_OPTIONS[url]:
-            of_driver.append(option)
+            driver_options.append(option)
         else:  # do not quote the name: a user may write a key there by mistake
             known = (*_OPTIONS, *sorted(_DRIVER_OPTIONS[url]))
             close = get_close_matches(name, known, 1)
@@ -165,7 +167,7 @@ def parse(uri: str) -> ServiceUri:
         "expires_after": once["expires_after"],
     }
     return ServiceUri(
-        f"{url}://{rest}" + (f"?{'&'.join(of_driver)}" if of_driver else ""),
+        f"{url}://{rest}" + (f"?{'&'.join(driver_options)}" if driver_options else ""),
         names,
         (*ours["key"], *ours["also_key"]),
         once["blobs"],
@@ -176,15 +178,20 @@ def parse(uri: str) -> ServiceUri:
 
 # --- The functions that google-adk calls ----------------------------------------------------------
 
-_describes: ContextVar[bool] = ContextVar("describes", default=False)
+_parses_only: ContextVar[bool] = ContextVar("parses_only", default=False)
 
 
-def describing() -> AbstractContextManager[object]:
+def parsing_only() -> AbstractContextManager[object]:
     """In the block, let the three functions below return the parsed `ServiceUri`, not a service.
 
     This needs no root key.  `adk doctor` thus learns whether google-adk would call them.
     """
-    return context_value(_describes, True)
+    return context_value(_parses_only, True)
+
+
+def _service(parsed: ServiceUri, make: Callable[[EncryptedSessionService], T]) -> T:
+    """Return what *make* makes of the session service; in `parsing_only`, return *parsed*."""
+    return cast(T, parsed) if _parses_only.get() else make(_shared_service(parsed))
 
 
 @hides_locals
@@ -204,8 +211,7 @@ def session_service(uri: str, **options: object) -> EncryptedSessionService:
         ConfigurationError: The URI, or a key or a database that it names, cannot be used; or there
             are other options.
     """
-    parsed = _parsed(uri, options)
-    return cast(EncryptedSessionService, parsed) if _describes.get() else _shared_service(parsed)
+    return _service(_parsed(uri, options), lambda sessions: sessions)
 
 
 @hides_locals
@@ -216,15 +222,17 @@ def artifact_service(uri: str, **options: object) -> EncryptedArtifactService:
     `session_service` for the arguments and errors.
     """
     parsed = _parsed(uri, options)
-    if parsed.blobs is None:
+    if (blobs := parsed.blobs) is None:
         raise ConfigurationError(
             "artifacts need a place for their contents: add blobs= to the URI, with a directory or "
             "the URL of a bucket, such as &blobs=./artifacts"
         )
-    if _describes.get():
-        return cast(EncryptedArtifactService, parsed)
-    store = ArtifactStore(parsed.blobs, allow_http=parsed.allow_http)
-    return EncryptedArtifactService(_shared_service(parsed), store)
+
+    def make(sessions: EncryptedSessionService) -> EncryptedArtifactService:
+        store = ArtifactStore(blobs, allow_http=parsed.allow_http)
+        return EncryptedArtifactService(sessions, store)
+
+    return _service(parsed, make)
 
 
 @hides_locals
@@ -233,10 +241,7 @@ def memory_service(uri: str, **options: object) -> EncryptedMemoryService:
 
     See `session_service` for the arguments and errors.
     """
-    parsed = _parsed(uri, options)
-    if _describes.get():
-        return cast(EncryptedMemoryService, parsed)
-    return EncryptedMemoryService(_shared_service(parsed))
+    return _service(_parsed(uri, options), EncryptedMemoryService)
 
 
 def _parsed(uri: str, options: Mapping[str, object]) -> ServiceUri:

@@ -164,7 +164,7 @@ def _described(uri: str, create: Callable[[str], Any]) -> tuple[Protection, str]
     """Return what the service that *create* makes for *uri* stores, and where."""
     scheme = urlsplit(uri).scheme
     try:
-        with adk.describing():
+        with adk.parsing_only():
             service = create(uri)
     except Exception as error:  # any error of the application's code, whose text may quote the URI
         reason = f": {error}" if isinstance(error, SecureSessionError) else ""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """How to prevent google-adk from writing to a place, and what shows that it does."""
+class LeakCheck(NamedTuple):
+    """What shows that google-adk writes plaintext to a place, and how to prevent that."""
 
     remedy: str  # Markdown
     variables: tuple[str, ...] = ()  # of the environment
@@ -49,18 +49,18 @@ PLAINTEXT_KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "pl
 CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
 EXPORTER = "telemetry-exporter"
 _REMOVE = "Remove the plugin."
-PLACES: Mapping[str, Place] = {
-    "span-content": Place(f"`{CAPTURE_IN_SPANS}=false`"),
-    "genai-content": Place(
+PLACES: Mapping[str, LeakCheck] = {
+    "span-content": LeakCheck(f"`{CAPTURE_IN_SPANS}=false`"),
+    "genai-content": LeakCheck(
         "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
         "`ADK_TELEMETRY_IGNORE_RUN_CONFIG=true`, so that google-adk ignores "
         "`capture_message_content` of a `RunConfig`.",
         ("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT",),
     ),
-    "mcp-bodies": Place(
+    "mcp-bodies": LeakCheck(
         "Do not set `ADK_CAPTURE_MCP_HTTP_BODIES`.", ("ADK_CAPTURE_MCP_HTTP_BODIES",)
     ),
-    EXPORTER: Place(
+    EXPORTER: LeakCheck(
         "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
         "`--otel_to_cloud` or `--trace_to_cloud`.",
         (
@@ -73,49 +73,49 @@ PLACES: Mapping[str, Place] = {
             "GOOGLE_CLOUD_AGENT_ENGINE_ENABLE_TELEMETRY",
         ),
     ),
-    "auto-tracing-plugin": Place(_REMOVE, plugin="AutoTracingPlugin"),
-    "saved-session": Place(
+    "auto-tracing-plugin": LeakCheck(_REMOVE, plugin="AutoTracingPlugin"),
+    "saved-session": LeakCheck(
         "Do not use `adk run --save_session`; delete the files.", files=("*.session.json",)
     ),
-    "local-services": Place(
+    "local-services": LeakCheck(
         "`--session_service_uri` and `--artifact_service_uri` with our URIs; delete the files.",
         files=(".adk/session.db", ".adk/artifacts/**/*"),
     ),
-    "service-uris": Place(
+    "service-uris": LeakCheck(
         "`adk-secure-sessions adk web --service_uri encrypted+...`, or the environment variable "
         "`ADK_SECURE_SESSIONS_URI`."
     ),
-    "eval-sets": Place(
+    "eval-sets": LeakCheck(
         "Do not add sessions to evaluation sets, or use `InMemoryEvalSetsManager` in your own "
         "code; delete the files.",
         files=("*.evalset.json",),
     ),
-    "eval-results": Place(
+    "eval-results": LeakCheck(
         "Evaluate with invented data only; delete the files.", files=(".adk/eval_history/*.json",)
     ),
-    "test-files": Place(
+    "test-files": LeakCheck(
         "Do not save sessions as tests: run `adk api_server` instead of `adk web`; delete the "
         "files.",
         files=("tests/*.json",),
         contains=b'"events"',
     ),
-    "recordings": Place(
+    "recordings": LeakCheck(
         "Do not load the plugin with `--extra_plugins`; delete the files.",
         plugin="RecordingsPlugin",
         files=("**/generated-recordings*.yaml",),
     ),
-    "debug-logging-plugin": Place(
+    "debug-logging-plugin": LeakCheck(
         f"{_REMOVE} Delete the file.", plugin="DebugLoggingPlugin", files=("adk_debug.yaml",)
     ),
-    "logging-plugin": Place(_REMOVE, plugin="LoggingPlugin"),
-    "bigquery-plugin": Place(
+    "logging-plugin": LeakCheck(_REMOVE, plugin="LoggingPlugin"),
+    "bigquery-plugin": LeakCheck(
         _REMOVE,
         plugin="BigQueryAgentAnalyticsPlugin",
         files=("plugins.yaml",),
         contains=b"bigquery_agent_analytics",
     ),
 }
-PLUGINS = {place.plugin: name for name, place in PLACES.items() if place.plugin}
+PLUGINS = {check.plugin: name for name, check in PLACES.items() if check.plugin}
 
 
 def leak(name: str, where: str) -> Leak:
@@ -165,9 +165,9 @@ def in_files(agents_dir: Path) -> Iterator[Leak]:
     """Yield a leak for each file that google-adk's commands have written; it may be repeated."""
     inside = [one for one in sorted(agents_dir.iterdir()) if one.is_dir()]
     for directory in (agents_dir, *(one for one in inside if one.name[0] not in "._")):
-        for name, place in PLACES.items():
-            for path in sorted(found for one in place.files for found in directory.glob(one)):
+        for name, check in PLACES.items():
+            for path in sorted(path for files in check.files for path in directory.glob(files)):
                 if not path.is_file() or not path.stat().st_size:
                     continue
-                if not place.contains or place.contains in path.read_bytes():
+                if not check.contains or check.contains in path.read_bytes():
                     yield leak(name, str(path))
