@@ -180,7 +180,7 @@ def verify(
 
             results["blobs"] = call(check_blobs(db, store))
             print_lines(results["blobs"])
-    print_result(results, notes, are_lines_printed=True)
+    print_result(results, notes)
 
 
 @main.group()

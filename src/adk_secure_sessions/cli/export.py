@@ -82,10 +82,10 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
         resume_hint = f"{AGAIN}; {incomplete}"
         return run(db, work, label="export", nouns="sessions", resume_hint=resume_hint, **options)
     except Failure as error:
-        if error.error == "Interrupted" or not target.is_open:
+        if error.error_name == "Interrupted" or not target.is_open:
             raise
         message = f"{error.message}; {incomplete}: to continue, {AGAIN}"
-        raise Failure(message, error.error, retryable=error.retryable) from None
+        raise Failure(message, error.error_name, retryable=error.retryable) from None
 
 
 def _write(

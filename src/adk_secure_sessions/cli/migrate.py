@@ -177,13 +177,13 @@ def _run(
 
     If *work* makes a *change* that nobody can undo, first ask for the name of the source.
     """
-    of_source = {name: options.pop(name) for name in _SOURCE_ARGUMENTS}
+    source_arguments = {name: options.pop(name) for name in _SOURCE_ARGUMENTS}
     if "since" in options:
         app, since = options.pop("app"), options.pop("since")
         since = None if since is None else of_datetime(since)
         options["selection"] = migration.Selection(app, since)
     with runner_for(db, resume_hint=resume_hint) as call:
-        source = call(migration.open_source(**of_source))
+        source = call(migration.open_source(**source_arguments))
         try:
             if change and isinstance(source, migration.AdkTables):
                 require_confirmation(call(source.describe()), confirm, change)

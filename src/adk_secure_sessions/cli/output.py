@@ -63,7 +63,6 @@ def print_result(
     notes: Iterable[str] = (),
     *,
     err: bool = False,
-    are_lines_printed: bool = False,
     **more: Result | None,
 ) -> None:
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
@@ -82,7 +81,7 @@ def print_result(
             json.dumps(mode | to_json_value(more) | to_json_value(result), indent=2), err=err
         )
     else:
-        for part in () if are_lines_printed else parts:
+        for part in parts:
             print_lines(part, err=err)
         for line in notes:
             click.echo(escape_controls(line), err=err)
@@ -91,13 +90,16 @@ def print_result(
 
 
 def print_lines(result: Result | None, *, err: bool = False) -> None:
-    """Print the lines of *result*, except with --json.
+    """Print the lines of *result*, except with --json, and only once.
 
     A command with several steps does this after each step, because the next one may fail.
     """
-    if result is not None and not option_value("as_json"):
-        for line in result.lines(bool(option_value("dry_run"))):
-            click.echo(escape_controls(line), err=err)
+    printed: list[Result] = click.get_current_context().meta.setdefault(__name__, [])
+    if result is None or option_value("as_json") or any(result is one for one in printed):
+        return
+    printed.append(result)
+    for line in result.lines(bool(option_value("dry_run"))):
+        click.echo(escape_controls(line), err=err)
 
 
 def escape_controls(text: str) -> str:

@@ -29,14 +29,14 @@ AGAIN = "run the same command again"
 class Failure(click.ClickException):
     """Ends the command with one line on stderr and, with --json, with a JSON object on stdout.
 
-    *error* is its name, for scripts, and *retryable* says that the same command may succeed later.
+    *error_name* is for scripts, and *retryable* says that the same command may succeed later.
     """
 
     def __init__(
-        self, message: str, error: str, *, retryable: bool = False, exit_code: int = 2
+        self, message: str, error_name: str, *, retryable: bool = False, exit_code: int = 2
     ) -> None:
         super().__init__(escape_controls(" ".join(message.split())))
-        self.error: str = error
+        self.error_name: str = error_name
         self.retryable: bool = retryable
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it for classes
 
@@ -124,7 +124,7 @@ class Program(click.Group):
                 failure = _failure_of(error)
             if "--json" in arguments:
                 facts = {
-                    "error": getattr(failure, "error", "UsageError"),
+                    "error": getattr(failure, "error_name", "UsageError"),
                     "message": failure.format_message(),
                     "retryable": getattr(failure, "retryable", False),
                 }
@@ -143,14 +143,14 @@ def main() -> None:
     """
 
 
-class Call(Protocol):
+class RunCoroutine(Protocol):
     """Runs a coroutine to its end, and returns its result."""
 
     def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
 @contextmanager
-def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Call]:
+def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[RunCoroutine]:
     """Yield a function that runs coroutines which use *db*, and close *db* at the end.
 
     Between two coroutines, the command may ask the user a question.  *resume_hint* says how to
