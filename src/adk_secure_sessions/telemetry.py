@@ -145,9 +145,9 @@ def _has_providers(_second: int) -> bool:
     from opentelemetry import metrics, trace
 
     # The providers that OpenTelemetry's API itself defines record nothing.
-    of_api = ("opentelemetry.metrics", "opentelemetry.trace")
+    api_modules = ("opentelemetry.metrics", "opentelemetry.trace")
     providers: list[object] = [metrics.get_meter_provider(), trace.get_tracer_provider()]
-    return not all(type(provider).__module__.startswith(of_api) for provider in providers)
+    return not all(type(provider).__module__.startswith(api_modules) for provider in providers)
 
 
 _Attributes = dict[str, str | bool]

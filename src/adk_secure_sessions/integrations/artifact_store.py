@@ -78,7 +78,7 @@ class ArtifactStore(HoldsSecrets):
             raise ConfigurationError("timeout (in seconds) must be above 0")
         self._timeout = timeout
         self._directory: Path | None = None
-        self._seen: set[str] = set()  # see `BlobDirectory`
+        self._opened_prefixes: set[str] = set()  # see `BlobDirectory`
         self._remote: ObjectStore | None = None
         if isinstance(store, str | os.PathLike):
             self._directory = directory_of(store)
@@ -124,7 +124,7 @@ class ArtifactStore(HoldsSecrets):
         if self._remote is not None:
             return _Bucket(self._remote, prefix, self._timeout)
         assert self._directory is not None
-        return BlobDirectory(self._directory, prefix, self._seen)
+        return BlobDirectory(self._directory, prefix, self._opened_prefixes)
 
 
 # What the functions that take a store accept; a path or a store of obstore needs no options.

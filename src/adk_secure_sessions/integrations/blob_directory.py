@@ -89,31 +89,31 @@ class BlobDirectory(BlobStore):
     Directories get the mode 0700, and files 0600.
     """
 
-    def __init__(self, root: Path, prefix: str, seen: set[str]) -> None:
+    def __init__(self, root: Path, prefix: str, opened_prefixes: set[str]) -> None:
         """Use the directory *prefix* in *root*, an absolute path; create it with the first file.
 
-        *seen* are the prefixes in *root* whose directories this process has opened.  They are not
-        created again: if one is missing, the volume that has it is not mounted any more, and files
-        would be written to another disk.
+        *opened_prefixes* are those in *root* whose directories this process has opened.  They are
+        not created again: if one is missing, the volume that has it is not mounted any more, and
+        files would be written to another disk.
         """
         super().__init__(prefix)
         self._root = root
-        self._seen = seen
+        self._opened_prefixes = opened_prefixes
 
     @contextmanager
-    def _folder(self) -> "Iterator[_Folder]":
+    def _open_prefix(self) -> "Iterator[_Folder]":
         """Open the directory; follow links in the path of *root*, which the operator has chosen."""
-        with _opened(self._root) as root, root.child(self.prefix) as prefix:
-            self._seen.add(self.prefix)
+        with _open_directory(self._root) as root, root.child(self.prefix) as prefix:
+            self._opened_prefixes.add(self.prefix)
             yield prefix
 
     @_in_thread
     def _put(self, folder: str, name: str, data: bytes, *, replace: bool = False) -> None:
         # Create missing directories, and flush them and the file to the disk.
-        if self.prefix not in self._seen:
-            with _opened(self._root) as root, root.ensure_child(self.prefix):
+        if self.prefix not in self._opened_prefixes:
+            with _open_directory(self._root) as root, root.ensure_child(self.prefix):
                 root.sync()  # another process may have created it just now
-        with self._folder() as prefix, prefix.ensure_child(folder) as parent:
+        with self._open_prefix() as prefix, prefix.ensure_child(folder) as parent:
             if replace:  # a new file has a new time, on every file system
                 _unlink(parent, name)
             # The file needs no temporary name: nothing reads it before a record names the blob.
@@ -129,7 +129,7 @@ class BlobDirectory(BlobStore):
     def _get(self, name: str, number: int, size: int, start: int, stop: int) -> bytes:
         try:
             with (
-                self._folder() as prefix,
+                self._open_prefix() as prefix,
                 prefix.child(name) as blob,
                 open(blob.at(str(number)), "rb", opener=blob.opener) as file,
             ):
@@ -152,7 +152,7 @@ class BlobDirectory(BlobStore):
     @_in_thread
     def delete(self, name: str) -> None:
         # Keep the blob's directory if it contains other files.
-        with suppress(FileNotFoundError), self._folder() as prefix, prefix.child(name) as blob:
+        with suppress(FileNotFoundError), self._open_prefix() as prefix, prefix.child(name) as blob:
             for number in _deletable(blob):
                 _unlink(blob, number)
             try:
@@ -169,13 +169,14 @@ class BlobDirectory(BlobStore):
 
     @_in_thread
     def unmark(self, name: str) -> None:
-        with suppress(FileNotFoundError), self._folder() as prefix, prefix.child(MARKS) as marks:
+        missing = suppress(FileNotFoundError)
+        with missing, self._open_prefix() as prefix, prefix.child(MARKS) as marks:
             _unlink(marks, name)
             marks.sync()
 
     @_in_thread
     def _objects(self, folder: str | None) -> list[StoredObject]:
-        with suppress(FileNotFoundError), self._folder() as prefix:
+        with suppress(FileNotFoundError), self._open_prefix() as prefix:
             if folder is not None:
                 return _list_folder(prefix, folder)
             return [
@@ -203,7 +204,7 @@ class _Folder:
 
     def child(self, name: str) -> "AbstractContextManager[_Folder]":
         """Open the directory *name*; raise an OSError if *name* is a link or a file."""
-        return _opened(self._path / name, self)
+        return _open_directory(self._path / name, self)
 
     @contextmanager
     def ensure_child(self, name: str) -> "Iterator[_Folder]":
@@ -235,7 +236,7 @@ class _Folder:
 
 
 @contextmanager
-def _opened(path: Path, parent: _Folder | None = None) -> Iterator[_Folder]:
+def _open_directory(path: Path, parent: _Folder | None = None) -> Iterator[_Folder]:
     """Open a directory, and follow links in *path* unless *parent* contains it."""
     if not _HAS_DESCRIPTORS:
         if parent is not None:
@@ -274,7 +275,7 @@ def _make_directory(directory: Path) -> None:
         _make_directory(directory.parent)
         with suppress(FileExistsError):  # another process has created it, or it is a file
             directory.mkdir(mode=0o700)
-        with _opened(directory.parent) as parent:
+        with _open_directory(directory.parent) as parent:
             parent.sync()
     os.scandir(directory).close()  # raises OSError if it is a file, or cannot be opened
 
