@@ -111,7 +111,7 @@ async def migrate_artifacts(
         DatabaseError: The target raised an error.
         ArtifactStoreError: The store or the source failed.
     """
-    if action == "erase-source" and not source.can_delete:
+    if action == "erase-source" and source.place is None:
         raise ConfigurationError(
             "the artifacts of a service are not erased here, because versions that were saved "
             "meanwhile would be deleted, too: compare, and then delete them with the service"

@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -59,15 +60,12 @@ class SourceVersion:
         is_text = "text" in self.values["part"]
         decoder = codecs.getincrementaldecoder("utf-8")() if is_text else None
         try:
-            file = await _in_thread(self.open)
-            try:
+            with closing(await _in_thread(self.open)) as file:
                 while piece := await _in_thread(file.read, _PIECE):
                     size += len(piece)
                     if decoder:
                         decoder.decode(piece, size == self.size)
                     yield piece
-            finally:
-                file.close()
         except UnicodeDecodeError:
             raise ConversionError(f"version {self.number} is a text that is not UTF-8") from None
         except ArtifactStoreError as error:
@@ -109,12 +107,7 @@ class ArtifactSource:
     A subclass implements `_walk`, which runs in a thread, or overrides `artifacts`.
     """
 
-    # The place, for the question whether its artifacts may be deleted; None if they are kept.
-    _place: Description | None = None
-
-    @property
-    def can_delete(self) -> bool:
-        return self._place is not None
+    place: Description | None = None  # None if artifacts cannot be deleted there
 
     async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         """Yield all artifacts."""
@@ -126,10 +119,10 @@ class ArtifactSource:
         raise NotImplementedError
 
     async def describe(self) -> Description:
-        """Describe the place, and count its artifacts."""
-        assert self._place is not None
+        """Return `place` with the number of its artifacts."""
+        assert self.place is not None
         count = sum([bool(found.versions) async for found in self.artifacts()])
-        return self._place._replace(items=count)
+        return self.place._replace(items=count)
 
     async def delete(self, artifact: SourceArtifact) -> None:
         await _in_thread(artifact.delete)
@@ -171,7 +164,7 @@ class FileArtifacts(ArtifactSource):
 
     def __init__(self, root_dir: str | os.PathLike[str]) -> None:
         self._root = Path(root_dir).expanduser().resolve()
-        self._place = Description(None, str(self._root), 0, None, "directory", "artifact")
+        self.place = Description(None, str(self._root), 0, None, "directory", "artifact")
         if (self._root / "users").exists():
             raise ConfigurationError(
                 "an older google-adk has stored artifacts in the source, whose directory 'users' "
@@ -300,9 +293,8 @@ class GcsArtifacts(ArtifactSource):
     """
 
     def __init__(self, bucket_name: str, client: Any = None) -> None:
-        server = "Google Cloud Storage"
-        self._place = Description(server, bucket_name, 0, None, "bucket", "artifact")
-        self._bucket_name = bucket_name
+        server, self._bucket_name = "Google Cloud Storage", bucket_name
+        self.place = Description(server, bucket_name, 0, None, "bucket", "artifact")
         self._client = _new_client() if client is None else client
 
     def _walk(self) -> Iterator[SourceArtifact]:
