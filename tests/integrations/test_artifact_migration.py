@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from adk_secure_sessions import AesGcmBackend, EncryptedArtifactService, Encrypt
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration, migrate_artifacts
 from adk_secure_sessions.integrations.artifact_sources import (
+    ArtifactSource,
     FileArtifacts,
     GcsArtifacts,
     ServiceArtifacts,
@@ -63,9 +65,12 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "artifacts"
 
 
-async def migrate(root: Path, url: str, store: Path, action: Any, **more: Any) -> ArtifactMigration:
+async def migrate(
+    source: Path | ArtifactSource, url: str, store: Path, action: Any, **more: Any
+) -> ArtifactMigration:
+    source = FileArtifacts(source) if isinstance(source, Path) else source
     async with Database(url, BACKEND) as db:
-        return await migrate_artifacts(FileArtifacts(root), db, store, action, **more)
+        return await migrate_artifacts(source, db, store, action, **more)
 
 
 @pytest.fixture
@@ -149,8 +154,7 @@ async def test_artifact_that_two_runs_copy_counts_as_copied_in_both(
         return io.BytesIO()
 
     other: list[ArtifactMigration] = []
-    async with Database(file_url, BACKEND) as db:
-        done = await migrate_artifacts(Overtaken(root), db, store, "copy")
+    done = await migrate(Overtaken(root), file_url, store, "copy")
     assert (done.copied, done.versions, done.equal) == (1, 1, 0)
     assert (other[0].copied, other[0].versions, other[0].equal) == (3, 3, 0)
 
@@ -168,25 +172,24 @@ async def test_artifacts_of_another_service_are_copied_for_the_sessions_that_are
     await service.save_artifact(**NOTE, artifact=types.Part(text="needle €"))
     await service.save_artifact(**PROFILE, artifact=reference)
     source = ServiceArtifacts(service, SESSIONS)
-    async with Database(file_url, BACKEND) as db:
-        done = await migrate_artifacts(source, db, store, "copy")
-        assert (done.copied, done.versions, done.size, done.succeeded) == (3, 4, 13, True)
-        for ids in (SCAN, NOTE, PROFILE):
-            found = await target.list_artifact_versions(**ids)
-            expected = await service.list_artifact_versions(**ids)
-            for one, original in zip(found, expected, strict=True):
-                for field in ("version", "create_time", "custom_metadata"):
-                    assert getattr(one, field) == getattr(original, field)
-                copy = await target.load_artifact(**ids, version=one.version)
-                assert copy == await service.load_artifact(**ids, version=one.version)
-        assert await target.load_artifact(**other) is None
-        assert (await migrate_artifacts(source, db, store, "compare")).equal == 3
-        assert (await migrate_artifacts(source, db, store, "copy")).copied == 0
-        with pytest.raises(ConfigurationError, match="delete them with the service"):
-            await migrate_artifacts(source, db, store, "erase-source")
-        service.artifacts["clinic/ada/s1/scans"][0].data = types.Part(text="changed")
-        done = await migrate_artifacts(source, db, store, "compare")
-        assert (done.different, done.equal) == (1, 2)
+    done = await migrate(source, file_url, store, "copy")
+    assert (done.copied, done.versions, done.size, done.succeeded) == (3, 4, 13, True)
+    for ids in (SCAN, NOTE, PROFILE):
+        found = await target.list_artifact_versions(**ids)
+        expected = await service.list_artifact_versions(**ids)
+        for one, original in zip(found, expected, strict=True):
+            for field in ("version", "create_time", "custom_metadata"):
+                assert getattr(one, field) == getattr(original, field)
+            copy = await target.load_artifact(**ids, version=one.version)
+            assert copy == await service.load_artifact(**ids, version=one.version)
+    assert await target.load_artifact(**other) is None
+    assert (await migrate(source, file_url, store, "compare")).equal == 3
+    assert (await migrate(source, file_url, store, "copy")).copied == 0
+    with pytest.raises(ConfigurationError, match="delete them with the service"):
+        await migrate(source, file_url, store, "erase-source")
+    service.artifacts["clinic/ada/s1/scans"][0].data = types.Part(text="changed")
+    done = await migrate(source, file_url, store, "compare")
+    assert (done.different, done.equal) == (1, 2)
 
 
 async def test_values_that_json_changes_are_equal_after_the_copy(
@@ -196,9 +199,8 @@ async def test_values_that_json_changes_are_equal_after_the_copy(
     metadata = {"score": float("nan"), "at": (1, 2)}
     await service.save_artifact(**NOTE, artifact=blob(b"x"), custom_metadata=metadata)
     source = ServiceArtifacts(service, SESSIONS)
-    async with Database(file_url, BACKEND) as db:
-        assert (await migrate_artifacts(source, db, store, "copy")).copied == 1
-        assert (await migrate_artifacts(source, db, store, "copy")).equal == 1
+    assert (await migrate(source, file_url, store, "copy")).copied == 1
+    assert (await migrate(source, file_url, store, "copy")).equal == 1
 
 
 @pytest.mark.parametrize("service", [InMemoryArtifactService, FileArtifactService])
@@ -212,9 +214,8 @@ async def test_rewound_artifact_of_a_service_is_copied_as_such(
     for part in (types.Part(text="a"), rewound, types.Part(text="b")):
         await adk.save_artifact(**NOTE, artifact=part)
     source = ServiceArtifacts(adk, SESSIONS)
-    async with Database(file_url, BACKEND) as db:
-        assert (await migrate_artifacts(source, db, store, "copy")).versions == 3
-        assert (await migrate_artifacts(source, db, store, "compare")).equal == 1
+    assert (await migrate(source, file_url, store, "copy")).versions == 3
+    assert (await migrate(source, file_url, store, "compare")).equal == 1
     assert await target.load_artifact(**NOTE, version=1) is None
     assert (await target.list_artifact_versions(**NOTE))[1].mime_type == "application/octet-stream"
 
@@ -228,9 +229,8 @@ async def test_reference_that_a_service_resolves_is_named_and_not_copied(
         uri = f"artifact://apps/clinic/users/ada/artifacts/{name}/versions/0"
         part = types.Part(file_data=types.FileData(file_uri=uri))
         await service.save_artifact(**{**NOTE, "filename": name[:4]}, artifact=part)
-    async with Database(file_url, BACKEND) as db:
-        source = ServiceArtifacts(service, SESSIONS)
-        done = await migrate_artifacts(source, db, store, "copy")
+    source = ServiceArtifacts(service, SESSIONS)
+    done = await migrate(source, file_url, store, "copy")
     assert (done.copied, done.bad) == (1, 2)
     assert [finding.reason.partition(",")[0] for finding in done.findings] == [
         "version 0 has no readable content",
@@ -256,18 +256,17 @@ async def test_service_whose_versions_are_incomplete_is_not_copied(
     service = Incomplete()
     for name in ("gap", "gap", "lost", "sound"):
         await service.save_artifact(**{**NOTE, "filename": name}, artifact=blob(b"x"))
-    async with Database(file_url, BACKEND) as db:
-        source = ServiceArtifacts(service, SESSIONS)
-        done = await migrate_artifacts(source, db, store, "copy")
-        assert (done.copied, done.bad) == (1, 2)
-        assert {finding.reason.partition(",")[0] for finding in done.findings} == {
-            "version 0 is missing",
-            "version 0 has no readable content",
-        }
-        await service.save_artifact(**{**NOTE, "filename": "needle"}, artifact=blob(b"x"))
-        with pytest.raises(ArtifactStoreError) as caught:
-            await migrate_artifacts(source, db, store, "copy")
-        assert "needle" not in str(caught.value)
+    source = ServiceArtifacts(service, SESSIONS)
+    done = await migrate(source, file_url, store, "copy")
+    assert (done.copied, done.bad) == (1, 2)
+    assert {finding.reason.partition(",")[0] for finding in done.findings} == {
+        "version 0 is missing",
+        "version 0 has no readable content",
+    }
+    await service.save_artifact(**{**NOTE, "filename": "needle"}, artifact=blob(b"x"))
+    with pytest.raises(ArtifactStoreError) as caught:
+        await migrate(source, file_url, store, "copy")
+    assert "needle" not in str(caught.value)
 
 
 async def test_gap_in_the_version_numbers_is_named_and_refused(
@@ -339,8 +338,7 @@ async def test_artifact_that_changes_after_the_comparison_is_kept(
             async for one in super().artifacts():
                 yield one
 
-    async with Database(file_url, BACKEND) as db:
-        done = await migrate_artifacts(Changing(root), db, store, "erase-source")
+    done = await migrate(Changing(root), file_url, store, "erase-source")
     assert (done.deleted, done.changed, done.succeeded) == (2, 1, False)
     assert await FileArtifactService(root).list_versions(**NOTE) == [0, 1]
 
@@ -432,8 +430,7 @@ async def test_content_that_cannot_be_read_stops_no_other_artifact(
                     next(root.rglob("scans/versions/0/scans")).unlink()
                 yield one
 
-    async with Database(file_url, BACKEND) as db:
-        done = await migrate_artifacts(Vanishing(root), db, store, "copy")
+    done = await migrate(Vanishing(root), file_url, store, "copy")
     (finding,) = done.findings
     assert (done.bad, done.copied) == (1, 2)
     assert "version 0: the source cannot be used: No such file" in finding.reason
@@ -607,10 +604,7 @@ async def test_bucket_is_copied_compared_and_erased(
     target: EncryptedArtifactService,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def bucket(action: Any) -> ArtifactMigration:
-        async with Database(file_url, BACKEND) as db:
-            return await migrate_artifacts(GcsArtifacts("bucket", client), db, store, action)
-
+    bucket = partial(migrate, GcsArtifacts("bucket", client), file_url, store)
     done = await bucket("copy")
     assert (done.copied, done.versions, done.succeeded) == (4, 16, True)
     service = FakeGcsService(client)

@@ -41,10 +41,6 @@ SMALL_OBJECT = 1000  # instead of 8 MiB, in tests of blobs with many objects
 SIZES = [1, SMALL_OBJECT - 1, SMALL_OBJECT, SMALL_OBJECT + 1, 3 * SMALL_OBJECT, 5500]
 
 
-async def read_range(store: BlobStore, name: str, size: int, start: int, stop: int) -> bytes:
-    return b"".join([piece async for piece in store.get_stream(name, size, start, stop)])
-
-
 @pytest.fixture(params=["directory", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "s3":
@@ -71,8 +67,17 @@ async def pieces_of(data: bytes, length: int = 300) -> AsyncIterator[bytes]:
         yield data[start : start + length]
 
 
-async def read(store: BlobStore, name: str, size: int) -> bytes:
-    return b"".join([piece async for piece in store.get_stream(name, size)])
+async def put(store: BlobStore, data: bytes) -> str:
+    """Store *data*, and return the name of the blob."""
+    name = new_name()
+    await store.put_stream(name, pieces_of(data))
+    return name
+
+
+async def read(
+    store: BlobStore, name: str, size: int, start: int = 0, stop: int | None = None
+) -> bytes:
+    return b"".join([piece async for piece in store.get_stream(name, size, start, stop)])
 
 
 async def listed(store: BlobStore) -> dict[str, StoredBlob]:
@@ -84,19 +89,18 @@ async def listed(store: BlobStore) -> dict[str, StoredBlob]:
 
 async def test_blob_is_read_as_it_was_written(store: BlobStore, small_objects: None) -> None:
     for size in SIZES:
-        name = new_name()
-        await store.put_stream(name, pieces_of(content(size)))
+        name = await put(store, content(size))
         assert await read(store, name, size) == content(size)
         assert await store.size(name) == size
 
 
 async def test_every_range_is_read_alone(store: BlobStore, small_objects: None) -> None:
-    name, data = new_name(), content(3500)
-    await store.put_stream(name, pieces_of(data))
+    data = content(3500)
+    name = await put(store, data)
     for start in (0, 1, 999, 1000, 1001, 2500, 3499, 3500):
         for stop in (start, start + 1, 1000, 2000, 3500):
             if start <= stop <= 3500:
-                assert await read_range(store, name, 3500, start, stop) == data[start:stop]
+                assert await read(store, name, 3500, start, stop) == data[start:stop]
 
 
 async def test_encrypted_blob_goes_through_the_store(store: BlobStore) -> None:
@@ -122,9 +126,7 @@ async def test_listing_names_whole_blobs_with_their_size(
 
 
 async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_objects: None) -> None:
-    name, other = new_name(), new_name()
-    for each in (name, other):
-        await store.put_stream(each, pieces_of(content(2500)))
+    name, other = [await put(store, content(2500)) for _ in range(2)]
     await store.delete(name)
     assert list(await listed(store)) == [other]
     assert await store.size(name) is None
@@ -132,9 +134,7 @@ async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_obje
 
 
 async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore) -> None:
-    marked, other = new_name(), new_name()
-    for name in (marked, other):
-        await store.put_stream(name, pieces_of(b"x"))
+    marked, other = [await put(store, b"x") for _ in range(2)]
     blobs = await listed(store)
     assert await store.marks() == {}
     before = time.time()
@@ -148,7 +148,7 @@ async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore)
     assert len(again) == 2
     assert again[marked] >= first[marked]
     assert await listed(store) == blobs
-    assert await read_range(store, marked, 1, 0, 1) == b"x"
+    assert await read(store, marked, 1, 0, 1) == b"x"
     await store.delete(marked)
     assert await store.marks() == again
     for name in again:
@@ -174,7 +174,7 @@ async def test_blobs_and_marks_of_another_prefix_are_not_listed(
     for root in roots:
         options = server.options if isinstance(root, str) else None
         one, other = (ArtifactStore(root, options=options).blobs(prefix) for prefix in ("a", "ab"))
-        await other.put_stream(new_name(), pieces_of(b"x"))
+        await put(other, b"x")
         await other.mark(new_name())
         assert (await listed(one), len(await listed(other))) == ({}, 1)
         assert (await one.marks(), len(await other.marks())) == ({}, 1)
@@ -214,31 +214,27 @@ async def test_missing_blob_is_rejected(store: BlobStore) -> None:
         await read(store, new_name(), 10)
     assert info.value.reason is Reason.MISSING
     with pytest.raises(TamperedError, match="missing"):
-        await read_range(store, new_name(), 10, 3, 4)
+        await read(store, new_name(), 10, 3, 4)
 
 
 async def test_blob_of_another_length_is_rejected(store: BlobStore, small_objects: None) -> None:
-    name = new_name()
-    await store.put_stream(name, pieces_of(content(2500)))
+    name = await put(store, content(2500))
     for size in (1, 999, 2499, 2501, 3000):
         with pytest.raises(TamperedError) as info:
             await read(store, name, size)
         assert info.value.reason is Reason.MISMATCH
     for size in (2501, 3000, 9000):
         with pytest.raises(TamperedError):
-            await read_range(store, name, size, size - 1, size)
+            await read(store, name, size, size - 1, size)
 
 
 @pytest.mark.parametrize("kind", ["directory", "memory"])  # moto's memory would count as ours
 async def test_object_of_any_size_is_not_read_into_memory(
     kind: str, tmp_path: Path, small_objects: None
 ) -> None:
-    store, name = (
-        ArtifactStore("memory://" if kind == "memory" else tmp_path).blobs(PREFIX),
-        new_name(),
-    )
+    store = ArtifactStore("memory://" if kind == "memory" else tmp_path).blobs(PREFIX)
     with mock.patch.object(blob_store, "OBJECT_LENGTH", 20_000_000):
-        await store.put_stream(name, pieces_of(bytes(10_000_000), 1_000_000))
+        await store.put_stream(name := new_name(), pieces_of(bytes(10_000_000), 1_000_000))
     tracemalloc.start()
     try:
         with pytest.raises(TamperedError):
@@ -284,8 +280,7 @@ async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: 
 
 
 async def test_reader_that_stops_early_ends_the_read(store: BlobStore, small_objects: None) -> None:
-    name = new_name()
-    await store.put_stream(name, pieces_of(content(5000)))
+    name = await put(store, content(5000))
     stream: Any = store.get_stream(name, 5000)
     assert await anext(stream) == content(1000)
     await stream.aclose()
@@ -331,10 +326,10 @@ async def test_failure_of_the_store_is_our_error(
     server: ObjectServer, case: tuple[Failure, str, bool]
 ) -> None:
     failure, text, retryable = case
-    store, name = open_bucket(server), new_name()
-    await store.put_stream(name, pieces_of(b"content"))
+    store = open_bucket(server)
+    name = await put(store, b"content")
     calls: list[Callable[[], Any]] = [
-        lambda: store.put_stream(new_name(), pieces_of(b"content")),
+        lambda: put(store, b"content"),
         lambda: read(store, name, 7),
         lambda: store.delete(name),
         lambda: listed(store),
@@ -363,21 +358,21 @@ async def test_full_store_in_a_large_upload_leaves_nothing(
     store = open_bucket(server)
     server.failures.extend([Failure(507, "StorageFull", "PUT")] * 3)
     with pytest.raises(ArtifactStoreError, match="full"):
-        await store.put_stream(new_name(), pieces_of(content(20_500)))
+        await put(store, content(20_500))
     server.failures.clear()
     assert server.keys() == []
 
 
 async def test_missing_bucket_is_named(server: ObjectServer) -> None:
     store = open_bucket(server, "another-bucket")
-    for call in (store.put_stream(new_name(), pieces_of(b"x")), listed(store)):
+    for call in (put(store, b"x")), listed(store):
         with pytest.raises(ArtifactStoreError, match="the bucket does not exist; create it"):
             await call
 
 
 async def test_unreachable_store_is_our_error(server: ObjectServer) -> None:
     store = open_bucket(server, **server.options_at(CLOSED))
-    for call in (store.put_stream(new_name(), pieces_of(b"x")), read(store, new_name(), 1)):
+    for call in (put(store, b"x")), read(store, new_name(), 1):
         with pytest.raises(ArtifactStoreError, match="cannot be reached") as info:
             await call
         assert info.value.retryable
@@ -397,18 +392,15 @@ async def test_store_that_does_not_answer_is_our_error(server: ObjectServer) -> 
 
 async def test_temporary_failure_is_retried(server: ObjectServer) -> None:
     store = open_bucket(server, retry_config={"max_retries": 3})
-    name = new_name()
     server.failures.extend([Failure(503, "SlowDown")] * 2)
-    await store.put_stream(name, pieces_of(b"content"))
+    name = await put(store, b"content")
     server.failures.append(Failure(500, "InternalError"))
     assert await read(store, name, 7) == b"content"
 
 
 async def test_store_works_in_another_event_loop(store: BlobStore) -> None:
-    name = new_name()
-
     async def use() -> bytes:
-        await store.put_stream(name, pieces_of(b"content"))
+        name = await put(store, b"content")
         found = await read(store, name, 7)
         await store.delete(name)
         return found
@@ -455,9 +447,9 @@ def mode(path: Path) -> int:
 
 
 async def test_directory_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
-    name, store = new_name(), ArtifactStore(tmp_path / "new" / "blobs")
+    store = ArtifactStore(tmp_path / "new" / "blobs")
     store.prepare(create=True)
-    await store.blobs(PREFIX).put_stream(name, pieces_of(b"x"))
+    name = await put(store.blobs(PREFIX), b"x")
     path = tmp_path / "new"
     for part in ("blobs", PREFIX, name):
         assert mode(path) == 0o700
@@ -475,7 +467,7 @@ async def test_missing_directory_is_not_created_by_a_write(tmp_path: Path) -> No
     """The disk that has it may not be mounted any more."""
     store = ArtifactStore(tmp_path / "gone")
     with pytest.raises(ArtifactStoreError, match="not a directory"):
-        await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"x"))
+        await put(store.blobs(PREFIX), b"x")
     with pytest.raises(ConfigurationError, match="does not exist"):
         store.prepare(create=False)
     assert list(tmp_path.iterdir()) == []
@@ -485,27 +477,27 @@ async def test_missing_directory_is_not_created_by_a_write(tmp_path: Path) -> No
 async def test_directory_of_a_disk_that_was_unmounted_is_not_created_again(
     tmp_path: Path, first: str
 ) -> None:
-    name, store = new_name(), ArtifactStore(tmp_path / "disk")
+    store = ArtifactStore(tmp_path / "disk")
     store.prepare(create=True)
-    await store.blobs(PREFIX).put_stream(name, pieces_of(b"x"))
+    name = await put(store.blobs(PREFIX), b"x")
     if first == "read":
         store = ArtifactStore(tmp_path / "disk")
         assert await read(store.blobs(PREFIX), name, 1) == b"x"
     (tmp_path / "disk").rename(tmp_path / "unmounted")
     (tmp_path / "disk").mkdir()
     with pytest.raises(ArtifactStoreError, match="not a directory"):
-        await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"y"))
+        await put(store.blobs(PREFIX), b"y")
     with pytest.raises(ArtifactStoreError, match="not a directory"):
         await store.blobs(PREFIX).mark(name)
     assert list((tmp_path / "disk").iterdir()) == []
     (tmp_path / "disk").rmdir()
     (tmp_path / "unmounted").rename(tmp_path / "disk")
-    await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"y"))
+    await put(store.blobs(PREFIX), b"y")
 
 
 async def _write(store: ArtifactStore) -> str:
     try:
-        await store.blobs(PREFIX).put_stream(new_name(), pieces_of(b"x"))
+        await put(store.blobs(PREFIX), b"x")
     except ArtifactStoreError as error:
         return str(error)
     return "stored"
@@ -541,9 +533,8 @@ def test_directory_that_forbids_listing_is_rejected_because_it_cannot_be_flushed
 
 async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
     """The entry of each new directory is, too, before anything is written in the directory."""
-    (name, other), synced = (new_name(), new_name()), []
-    store = ArtifactStore(tmp_path)
-    real = os.fsync
+    synced: list[tuple[str, list[str]]] = []
+    store, real = ArtifactStore(tmp_path).blobs(PREFIX), os.fsync
 
     def fsync(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
@@ -552,8 +543,7 @@ async def test_blob_is_on_the_disk_before_it_is_acknowledged(tmp_path: Path) -> 
         real(descriptor)
 
     with mock.patch("os.fsync", fsync):
-        for one in (name, other):
-            await store.blobs(PREFIX).put_stream(one, pieces_of(b"x"))
+        name, other = [await put(store, b"x") for _ in range(2)]
     assert synced == [
         *[(".", []), (".", []), (PREFIX, []), (f"{PREFIX}/{name}/0", []), (f"{PREFIX}/{name}", [])],
         *[(PREFIX, ["0"]), (f"{PREFIX}/{other}/0", []), (f"{PREFIX}/{other}", [])],
@@ -578,7 +568,7 @@ async def test_failure_of_the_file_system_is_our_error(
         mock.patch("os.fsync", side_effect=OSError(code, "needle")),
         pytest.raises(ArtifactStoreError, match=text) as info,
     ):
-        await store.put_stream(new_name(), pieces_of(b"content"))
+        await put(store, b"content")
     assert info.value.retryable is retryable
     assert "needle" not in str(info.value)
     assert await listed(store) == {}
@@ -607,9 +597,9 @@ async def test_relative_directory_stays_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store, name = ArtifactStore("blobs"), new_name()
+    store = ArtifactStore("blobs")
     store.prepare(create=True)
-    await store.blobs(PREFIX).put_stream(name, pieces_of(b"x"))
+    name = await put(store.blobs(PREFIX), b"x")
     monkeypatch.chdir("/")
     assert await store.blobs(PREFIX).size(name) == 1
 
@@ -711,8 +701,8 @@ async def test_environment_names_the_store_and_its_credentials(
     monkeypatch.setenv("AWS_REGION", REGION)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    store, name = ArtifactStore(f"s3://{BUCKET}/some/where/").blobs(PREFIX), new_name()
-    await store.put_stream(name, pieces_of(b"x"))
+    store = ArtifactStore(f"s3://{BUCKET}/some/where/").blobs(PREFIX)
+    name = await put(store, b"x")
     assert server.keys() == [f"some/where/{PREFIX}/{name}/0"]
     assert SECRET not in repr(store)
 
@@ -721,8 +711,7 @@ async def test_store_of_obstore_can_be_given(server: s3.Server) -> None:
     from obstore.store import S3Store
 
     made = S3Store(BUCKET, client_options={"allow_http": True}, **server.options)
-    store, name = ArtifactStore(made).blobs(PREFIX), new_name()
-    await store.put_stream(name, pieces_of(b"x"))
+    name = await put(ArtifactStore(made).blobs(PREFIX), b"x")
     assert server.keys() == [f"{PREFIX}/{name}/0"]
 
 
