@@ -156,8 +156,8 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
             uri = service_uri if service_uri is not None else default
             if uri is not None:
                 arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
-    stores = plaintext_guard.plaintext_causes(arguments, os.environ)
-    if refused := {kind: where for kind, where in stores.items() if kind not in allowed}:
+    causes = plaintext_guard.plaintext_causes(arguments, os.environ)
+    if refused := {kind: cause for kind, cause in causes.items() if kind not in allowed}:
         raise Failure(plaintext_guard.rejection(refused), "PlaintextRefusedError")
     adk.register()
     plaintext_guard.guard_registry(get_service_registry(), allowed)

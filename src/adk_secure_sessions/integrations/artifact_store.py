@@ -185,16 +185,16 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
     arguments |= {"client_options": client, "retry_config": retries}
     variables = {key: text for key, text in os.environ.items() if key.upper().startswith(prefix)}
     try:
-        plain = _http_endpoints(variables, options, options.get("config") or {})
+        http_endpoints = _http_endpoints(variables, options, options.get("config") or {})
         # Set the option in any case, so that a variable such as AWS_ALLOW_HTTP has no effect.
-        client["allow_http"] = bool(plain)
-        made: Any = getattr(stores, name)(parts.netloc, **arguments)
+        client["allow_http"] = bool(http_endpoints)
+        opened: Any = getattr(stores, name)(parts.netloc, **arguments)
     except (BaseError, TypeError, ValueError):
         raise ConfigurationError(
             "the artifact store cannot be opened: check its options, and the environment variables "
             f"that begin with {prefix}"
         ) from None
-    for address in plain:
+    for address in http_endpoints:
         try:
             check_transport(address, "an artifact store")
         except ConfigurationError:
@@ -204,7 +204,7 @@ def _open_url(url: str, options: dict[str, Any], allow_http: bool, timeout: floa
                 "the artifact store is on another machine, and has no TLS: anybody on the network "
                 "can read the names of blobs, replace or delete blobs, and may read credentials"
             )
-    return made  # type: ignore[no-any-return]
+    return opened  # type: ignore[no-any-return]
 
 
 def _http_endpoints(*settings: Mapping[str, Any]) -> list[str]:

@@ -135,8 +135,8 @@ class BlobStore(ABC):
         try:
             for part in parts:
                 # Read the next object while the caller processes the previous one.
-                now, ahead = ahead, asyncio.ensure_future(part)
-                yield await now
+                current, ahead = ahead, asyncio.ensure_future(part)
+                yield await current
             yield await ahead
         finally:
             ahead.cancel()

@@ -200,9 +200,9 @@ class UserMemory:
         """Return the new content of each item that has entries in *drop*, by item number."""
         found = {}
         for number, (places, replacement) in drop.items():
-            gone = set(places)
+            dropped = set(places)
             entries = [
-                None if key is None or place in gone else self.entries[key]
+                None if key is None or place in dropped else self.entries[key]
                 for place, key in enumerate(self._entry_keys[number])
             ]
             found[number] = self._items[number]._replace(replacement=replacement), entries
@@ -217,7 +217,7 @@ class UserMemory:
 
         The entries of one item have about `_PACKED_BYTES` at most.
         """
-        gone = {
+        dropped_keys = {
             self._entry_keys[number][place]
             for number, dropped in pending.drop.items()
             for place in dropped.places
@@ -228,7 +228,7 @@ class UserMemory:
             items.append((MemoryItem(scope), entries))
             size = 0
             for key, entry in kept.items():
-                if key in gone:
+                if key in dropped_keys:
                     continue
                 if size > _PACKED_BYTES:
                     entries, size = [], 0

@@ -155,12 +155,12 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
             yield ServiceStore(kind, Protection.PLAINTEXT, found[kind])
         elif uri := uri_of(kind, arguments):
             create = partial(getattr(get_service_registry(), _method(kind)), agents_dir=agents_dir)
-            yield ServiceStore(kind, *_described(uri, create))
+            yield ServiceStore(kind, *_probe(uri, create))
         else:
             yield ServiceStore(kind, Protection.NOTHING, "no URI: memory of the process")
 
 
-def _described(uri: str, create: Callable[[str], Any]) -> tuple[Protection, str]:
+def _probe(uri: str, create: Callable[[str], Any]) -> tuple[Protection, str]:
     """Return what the service that *create* makes for *uri* stores, and where."""
     scheme = urlsplit(uri).scheme
     try:

@@ -515,8 +515,8 @@ class _SessionCipher:
                 shown = scope.prefix + (name if _STORED_KEY.fullmatch(name) else "?")
                 # The user was erased, and the user id is used again.  The old entries of the user's
                 # state stay in the inner store, which has no method to delete them.
-                of_erased_user = self._is_current and scope is self.user
-                if not (of_erased_user and error.reason is Reason.UNKNOWN_KEY):
+                may_be_erased = self._is_current and scope is self.user
+                if not (may_be_erased and error.reason is Reason.UNKNOWN_KEY):
                     raise error.located(STATES, shown) from None
                 logger.warning(
                     "an entry of a user's state is left out: its data key does not exist, as after "
