@@ -296,7 +296,7 @@ async def test_two_index_masters_are_rejected_naming_both() -> None:
 
 
 async def test_keyring_without_an_index_master_is_rejected() -> None:
-    with pytest.raises(WrongKeyError, match="holds no index master: restore secure_keyring"):
+    with pytest.raises(WrongKeyError, match="holds no index master: rows of secure_keyring were"):
         await opened((await made(ROOT))[1:], ROOT)
 
 
@@ -535,10 +535,17 @@ async def test_running_service_uses_no_data_key_under_a_changed_master() -> None
 
 
 async def test_running_service_without_a_data_master_that_is_left_raises() -> None:
+    """The error names the reason: advice to restore old rows could make all data unreadable."""
     rows = await made(ROOT)
     known = await opened(rows, ROOT)
-    with pytest.raises(WrongKeyError, match="no data master: restore"):
+    with pytest.raises(WrongKeyError, match="no data master: rows of secure_keyring were removed"):
+        await renewed(rows[:1], known, ROOT)
+    with pytest.raises(WrongKeyError, match=f"does not unwrap master key {rows[1].id}"):
         await renewed([rows[0], row_like(rows[1], created_at=5)], known, ROOT)
+    by_id = {ROOT.key_id: ROOT}
+    moved = [await rewrap_master_key(row, by_id, DATABASE, new_root=OTHER) for row in rows]
+    with pytest.raises(WrongKeyError, match=f"is wrapped by root key '{OTHER.key_id}'"):
+        await renewed(moved, known, ROOT)
 
 
 async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:

@@ -141,8 +141,9 @@ def test_records_that_cannot_be_decrypted_are_named_and_counted_by_table(
         "cannot be decrypted, and left unchanged: 4 rows\n"
         "left under older keys: 4 records\n"
         "  secure_events  4\n"
-        "next: run `verify`, restore the whole database from a backup (an older copy of a single "
-        "row may be rejected), then run this again\n"
+        "next: repeat an `erase-user` that was interrupted, or run `verify` and restore the "
+        "whole database from a backup (an older copy of a single row may be rejected); then run "
+        "this again\n"
     )
     as_json = run("rotate", "data", *on(filled), "--json")
     assert as_json.code == 1
@@ -202,8 +203,9 @@ def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(
     assert said.stdout.partition(": 2 data keys\n")[2] == (
         "still wrapped by another data master: 1 data key\n"
         "cannot be unwrapped, and left unchanged: 1 data key\n"
-        "next: run `verify`, restore the whole database from a backup (an older copy of a single "
-        "row may be rejected), then run this again\n"
+        "next: repeat an `erase-user` that was interrupted, or run `verify` and restore the "
+        "whole database from a backup (an older copy of a single row may be rejected); then run "
+        "this again\n"
     )
     assert run("rotate", "master", *on(filled), "--dry-run").code == 1
 

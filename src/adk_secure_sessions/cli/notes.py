@@ -92,8 +92,9 @@ def rotation_notes(
         yield "next: run this again with --also-backend, for the backend that encrypted these rows"
     elif result.bad:
         yield (
-            "next: run `verify`, restore the whole database from a backup (an older copy of a "
-            "single row may be rejected), then run this again"
+            "next: repeat an `erase-user` that was interrupted, or run `verify` and restore the "
+            "whole database from a backup (an older copy of a single row may be rejected); then "
+            "run this again"
         )
     elif result.left:
         yield "next: once all services write with the same backend and root key, run this again"
@@ -112,7 +113,7 @@ def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
     if keyring.name in tables:
         yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
     if tables:
-        yield "a key stays needed by rows that cannot be decrypted: `verify` names these rows"
+        yield "if a key is still kept then, rows that need it cannot be decrypted: run `verify`"
 
 
 def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:

@@ -287,7 +287,10 @@ async def open_keyring(
         raise opening.failure
     if index_master is None or not masters:
         missing = "data" if index_master else "index"
-        raise WrongKeyError(f"the keyring holds no {missing} master: restore secure_keyring")
+        raise WrongKeyError(
+            f"the keyring holds no {missing} master: rows of secure_keyring were removed; restore "
+            "them from a backup made after the last rotation"
+        )
     stored = {INDEX, *(row.id for row in rows)}
     # The newest data master under the writing backend's root key wraps new data keys.  If there is
     # none, the newest one under another root key does: a process does not create master keys only
@@ -322,7 +325,7 @@ class _Opening:
     masters: dict[int, Aes256Gcm] = field(default_factory=dict)
     accepted: dict[int, MasterKeyRow] = field(default_factory=dict)
     unused: dict[MasterKeyRow, float] = field(default_factory=dict)
-    failure: SecureSessionError | None = None  # the first failure of a key service
+    failure: SecureSessionError | None = None  # why the first row is not used
     # The ids of root keys for which a call of the key service has failed temporarily.
     failing: set[str] = field(default_factory=set)
 
@@ -411,6 +414,7 @@ class _Opening:
         if self.known is None:
             raise error
         self.unused[row] = math.inf
+        self.failure = self.failure or without_frames(error)
         if self.unused_before.get(row) != math.inf:
             logger.error("a row of secure_keyring is rejected, and not used: %s", error)
 
