@@ -422,6 +422,14 @@ def test_output_that_is_full_is_reported_in_one_line(file: str) -> None:
     )
 
 
+def test_command_of_a_daemon_without_stdin_and_stderr_works(file: str) -> None:
+    closing = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh"]
+    rotate = [*closing, PROGRAM, "rotate", "data", *on(file)]
+    asyncio.run(interrupt(file, rotate_data))
+    done = subprocess.run(rotate, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, "re-encrypted: " in done.stdout) == (0, True)
+
+
 def test_command_whose_reader_has_ended_says_nothing(file: str) -> None:
     asyncio.run(begin_trail(file))
     reader, writer = os.pipe()

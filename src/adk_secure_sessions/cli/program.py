@@ -109,6 +109,10 @@ class Program(click.Group):
             # This process ends with the command.  Without `freeze`, Python searches all objects for
             # cycles before it ends, which takes a tenth of a second.
             atexit.register(gc.freeze)
+            # If a daemon closed a standard stream, the next opened file would get its number.
+            for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+                if getattr(sys, name) is None:
+                    setattr(sys, name, open(os.devnull, mode))
         arguments = sys.argv[1:] if args is None else list(args)
         failure: click.ClickException
         with metrics.writing_metrics() as extra["obj"]:
