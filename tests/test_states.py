@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from google.adk.sessions import State
+from pydantic import BaseModel
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -255,6 +256,14 @@ def test_number_without_a_json_form_survives_storage(
     loaded = load_state(write({"a": math.nan, "b": [math.inf, -math.inf]}))
     assert math.isnan(loaded["a"])
     assert loaded["b"] == [math.inf, -math.inf]
+
+
+def test_infinity_in_a_model_survives_storage() -> None:
+    class Model(BaseModel):
+        number: float | None
+
+    state = {"models": [Model(number=math.inf), Model(number=None)]}
+    assert load_state(encode_state(state)) == {"models": [{"number": math.inf}, {"number": None}]}
 
 
 def test_ordinary_state_is_encoded_without_converting_each_value(

@@ -324,9 +324,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             # With limit 0, no events are read, so there is nothing to filter.  As in ADK, an
             # `after_timestamp` of 0 means no filter.
             after = None
-        # Stored times are rounded to microseconds: read from one microsecond earlier, and
-        # compare the exact times below.
-        from_us = None if after is None else microseconds(after) - 1
+        # As in ADK, rounded times are compared: `last_update_time` is rounded, too.
+        from_us = None if after is None else microseconds(after)
         identity = await self._runner.identify(app_name, user_id, session_id)
         loaded = await self._runner.run(
             reads.GetSession(identity, events.decode, limit, from_us, self._caches_events)
@@ -334,9 +333,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         if loaded is None:
             return None
         view, history = loaded
-        if after is not None:
-            history = [event for event in history if event.timestamp >= after]
-            history = history if limit is None else history[-limit:]
+        if after is not None and limit is not None:
+            history = history[-limit:]
         return _session(app_name, view, history)
 
     @accessed("session.read")

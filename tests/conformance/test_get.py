@@ -152,6 +152,8 @@ async def test_event_at_exactly_the_bound_is_selected(service: BaseSessionServic
         session = await create(service, None)
         await service.append_event(session, event(timestamp=time))
         assert len((await reload(service, session, after_timestamp=time)).events) == 1, time
+        rounded = (await reload(service, session)).last_update_time
+        assert len((await reload(service, session, after_timestamp=rounded)).events) == 1, time
         assert (await reload(service, session, after_timestamp=time + 1)).events == [], time
 
 
