@@ -233,7 +233,7 @@ class Retries:
         if self._conflicts == self._max_conflicts:
             raise SecureSessionError(
                 "other transactions changed or locked the same rows during each of "
-                f"{self._max_conflicts} attempts: try again",
+                f"{self._max_conflicts} attempts, or a trigger ignores the changes: try again",
                 retryable=True,
             ) from None
         telemetry.count_retry("conflict")
