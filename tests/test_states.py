@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from google.adk.sessions import State
-from pydantic import BaseModel
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from adk_secure_sessions import DecryptionError, Reason
 from adk_secure_sessions.formats import json_text

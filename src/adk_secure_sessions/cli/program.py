@@ -112,7 +112,7 @@ class Program(click.Group):
             # If a daemon closed a standard stream, the next opened file would get its number.
             for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
                 if getattr(sys, name) is None:
-                    setattr(sys, name, open(os.devnull, mode))
+                    setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
         arguments = sys.argv[1:] if args is None else list(args)
         failure: click.ClickException
         with metrics.writing_metrics() as extra["obj"]:

@@ -47,8 +47,8 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 
     One transaction replaces all rows of the keyring, so a killed run replaces all rows or none.  If
-    the keyring has changed since it was read, it replaces no row.  Services can keep running if they
-    already have both root keys.  A second run changes nothing.
+    the keyring has changed since it was read, it replaces no row.  Services with both root keys can
+    keep running.  A second run changes nothing.
 
     In *db*, `backend` has the new root key, and `additional_backends` have the old one.  After an
     error, nothing was written.
