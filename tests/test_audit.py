@@ -373,7 +373,7 @@ async def source(tmp_path: Path) -> str:
 
 
 def test_command_may_end_in_another_context() -> None:
-    @audit.command
+    @audit.audited_command
     async def endless() -> None:
         await asyncio.sleep(0)
 

@@ -6,8 +6,8 @@ content of an event.  Ids of users and sessions are hashed, unless a service was
 `Audit("readable")`.
 
 If a service was created with `Audit(table=True)`, its records are also stored in the database: see
-`storage.features.audit_trail`.  The context variable `_call` then says what the running call has to
-store.
+`storage.features.audit_trail`.  The context variable `_running_call` then says what the running
+call has to store.
 """
 
 import inspect
@@ -88,7 +88,7 @@ def is_on() -> bool:
     return logger.isEnabledFor(logging.INFO)
 
 
-class _File(logging.StreamHandler[TextIO]):
+class _RaisingHandler(logging.StreamHandler[TextIO]):
     """Appends the records to a file, and raises the error if a record cannot be written."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
@@ -110,7 +110,7 @@ def appending_to(file: TextIO | None) -> Iterator[None]:
     if file is None:
         yield
         return
-    handler = _File(file)
+    handler = _RaisingHandler(file)
     handler.setFormatter(logging.Formatter("%(message)s"))
     level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -161,7 +161,7 @@ def log_event(event: str, **facts: object) -> None:
     If the running call stores its records in the audit trail, also keep the record for the trail.
     *facts* are values for JSON, without plaintext and keys; None values are omitted.
     """
-    call = _call.get()
+    call = _running_call.get()
     if call is None and not is_on():
         return
     entry = new_entry(event, **facts)
@@ -220,7 +220,7 @@ def add_facts(**facts: object) -> None:
         known.update(facts)
 
 
-def command(
+def audited_command(
     function: Callable[P, Awaitable[T]], *, is_stored: bool = True
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command: measure each call, and write an audit record at its end.
@@ -247,9 +247,9 @@ def command(
 def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command that must work if the account can only read.
 
-    Do the same as `command`, but store no records in the audit trail.
+    Do the same as `audited_command`, but store no records in the audit trail.
     """
-    return command(function, is_stored=False)
+    return audited_command(function, is_stored=False)
 
 
 def _numbers(result: object) -> dict[str, object] | None:
@@ -270,7 +270,7 @@ def _numbers(result: object) -> dict[str, object] | None:
 ReadIds = Callable[[str, str, str], dict[str, object]]
 
 # The inner service whose calls are not recorded now, because the outer method that calls it writes
-# the record (the argument `covers` of `accessed`).
+# the record (the argument `covers` of `audited_access`).
 _covered: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
@@ -284,7 +284,7 @@ class Recording(NamedTuple):
     trail: "Trail | None"
 
 
-def accessed(
+def audited_access(
     action: str, covers: Callable[[Any], object] | None = None
 ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]:
     """Decorate a method of a service: measure each call, and write an audit record of it.
@@ -396,7 +396,7 @@ class AuditedCall:
     _trail: Trail | None
 
     def __post_init__(self) -> None:
-        self._stores_records = self._trail is not None
+        self._has_own_records = self._trail is not None
         self.trails: list[Trail] = []  # those that could be opened, and store the records
         self._kept: list[AuditEntry] = []
         self._omitted = 0
@@ -415,15 +415,15 @@ class AuditedCall:
 
         Raises the errors of *function*, and those of storing the records.
         """
-        running = self if self._stores_records else _call.get()
+        running = self if self._has_own_records else _running_call.get()
         try:
-            with context_value(_call, running):
+            with context_value(_running_call, running):
                 if self._trail is not None:
                     await self._trail.prepare()
                     self.trails.append(self._trail)
                 result = await function()
         except BaseException as error:
-            with context_value(_call, running):
+            with context_value(_running_call, running):
                 if isinstance(error, DecryptionError):
                     record_rejected(error)
             entry = self._entry(None, type(error).__name__)
@@ -442,7 +442,7 @@ class AuditedCall:
 
     async def store_rejected(self, error: DecryptionError) -> None:
         """Record a stored value that was rejected after the call of the service had ended."""
-        with context_value(_call, self):
+        with context_value(_running_call, self):
             record_rejected(error)
         self.trails = [] if self._trail is None else [self._trail]
         await self._store(None, has_failed=True)
@@ -473,7 +473,7 @@ class AuditedCall:
 
 
 # The running call that stores its records in audit trails; None if there is none.
-_call: ContextVar[AuditedCall | None] = ContextVar("audit_call", default=None)
+_running_call: ContextVar[AuditedCall | None] = ContextVar("audit_call", default=None)
 
 
 @dataclass(eq=False, repr=False)
@@ -530,7 +530,7 @@ class CommandCall(AuditedCall):
 
     def __init__(self, facts: dict[str, object], *, is_stored: bool) -> None:
         super().__init__(None)
-        self._stores_records = is_stored
+        self._has_own_records = is_stored
         self._facts = facts
         self._began = new_entry("command", **facts, outcome="started")
 
@@ -557,7 +557,7 @@ def running_access(executor: object) -> AccessCall | None:
 
     *executor* is the executor of a data database.
     """
-    call = _call.get()
+    call = _running_call.get()
     if isinstance(call, AccessCall) and call._trail and call._trail.executor is executor:
         return call
     return None
@@ -565,5 +565,5 @@ def running_access(executor: object) -> AccessCall | None:
 
 def running_command() -> CommandCall | None:
     """Return the running command, whose records are stored; None if there is none."""
-    call = _call.get()
+    call = _running_call.get()
     return call if isinstance(call, CommandCall) else None

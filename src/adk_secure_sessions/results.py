@@ -5,8 +5,8 @@ prints them and knows whether the command has succeeded.  A result is a dataclas
 
     @dataclass
     class Purge(Result):
-        deleted: int = counter("session", "deleted", changes=True)
-        bad: int = counter("session", "cannot be decrypted, and kept", wrong=True)
+        deleted: int = counter("session", "deleted", is_change=True)
+        bad: int = counter("session", "cannot be decrypted, and kept", is_failure=True)
         problems: tuple[Problem, ...] = listing()
 
 `Purge(deleted=3, bad=1)` has the lines "deleted: 3 sessions" and "cannot be decrypted, and kept: 1
@@ -25,9 +25,9 @@ class _Counter(NamedTuple):
     noun: str
     words: str
     hint: str
-    always: bool
-    changes: bool
-    wrong: bool
+    shows_zero: bool
+    is_change: bool
+    is_failure: bool
 
 
 def counter(
@@ -35,9 +35,9 @@ def counter(
     words: str,
     *,
     hint: str = "",
-    always: bool = False,
-    changes: bool = False,
-    wrong: bool = False,
+    shows_zero: bool = False,
+    is_change: bool = False,
+    is_failure: bool = False,
     default: object = 0,
 ) -> Any:
     """Declare a counter of a result, which is printed as `words: NUMBER nouns; hint`.
@@ -48,14 +48,14 @@ def counter(
         noun: What is counted, in the singular.
         words: What happened to it.
         hint: What to do about it.
-        always: Also print the counter if it is 0.
-        changes: What is counted was changed by the run.  A dry run changes nothing, so its line
+        shows_zero: Also print the counter if it is 0.
+        is_change: What is counted was changed by the run.  A dry run changes nothing, so its line
             begins with "would be".
-        wrong: The command exits 1 unless the counter is 0.
+        is_failure: The command exits 1 unless the counter is 0.
         default: `()` for a field that is a tuple, whose length is printed; None for a field that is
             None if there was nothing to count.
     """
-    declared = _Counter(noun, words, hint, always, changes, wrong)
+    declared = _Counter(noun, words, hint, shows_zero, is_change, is_failure)
     return field(default=default, metadata={"counter": declared})
 
 
@@ -85,9 +85,11 @@ class Result:
     @property
     def succeeded(self) -> bool:
         """Whether all is right and nothing is left to do: the command then exits 0."""
-        wrong = (getattr(self, name) for name, words in self._declared("counter") if words.wrong)
+        failures = (
+            getattr(self, name) for name, words in self._declared("counter") if words.is_failure
+        )
         goals = (getattr(self, name) for name, _ in self._declared("must_be_true"))
-        return not any(wrong) and all(goals)
+        return not any(failures) and all(goals)
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
         """Yield a line for each listed row, and then those of the counters."""
@@ -98,15 +100,15 @@ class Result:
             if counters and more > 0:
                 yield f"and {more:,} more"
         declared = self._declared("counter")
-        same_line = groupby(declared, lambda named: (named[1].words, named[1].changes))
-        for (words, changes), group in same_line:
+        same_line = groupby(declared, lambda named: (named[1].words, named[1].is_change))
+        for (words, is_change), group in same_line:
             shown = [
                 (number, counter)
                 for name, counter in group
-                if (number := self._number(name)) or counter.always
+                if (number := self._number(name)) or counter.shows_zero
             ]
             if shown:
-                would = "would be " if changes and dry_run else ""
+                would = "would be " if is_change and dry_run else ""
                 numbers = ", ".join(counted(number, counter.noun) for number, counter in shown)
                 hints = "".join(f"; {counter.hint}" for _, counter in shown if counter.hint)
                 yield f"{would}{words}: {numbers}{hints}"

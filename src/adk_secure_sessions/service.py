@@ -16,7 +16,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, AuditedCall, Recording, accessed, record_rejected
+from adk_secure_sessions.audit import Audit, AuditedCall, Recording, audited_access, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
@@ -214,7 +214,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         else:
             await AuditedCall(self._recording.trail).run(self._runner.keyring)
 
-    @accessed("session.create")
+    @audited_access("session.create")
     async def create_session(
         self,
         *,
@@ -280,7 +280,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             if not has_expired or not await self._delete_expired(app_name, user_id, session_id):
                 raise AlreadyExistsError("A session with this id already exists.")
 
-    @accessed("session.expire")
+    @audited_access("session.expire")
     async def _delete_expired(self, app_name: str, user_id: str, session_id: str) -> bool:
         """Delete a session of any user if it has expired, with an audit record of its own; return
         False if it has not.
@@ -288,7 +288,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._runner.identify(app_name, user_id, session_id)
         return await self._expiry.delete_if_expired(identity)
 
-    @accessed("session.read")
+    @audited_access("session.read")
     async def get_session(
         self,
         *,
@@ -337,7 +337,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             history = history[-limit:]
         return _session(app_name, view, history)
 
-    @accessed("session.read")
+    @audited_access("session.read")
     async def list_events_page(
         self,
         *,
@@ -406,7 +406,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             if (after := page.next) is None:
                 return
 
-    @accessed("sessions.list")
+    @audited_access("sessions.list")
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -425,7 +425,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skips_bad)
         return self._by_update(app_name, await self._runner.run(listing))
 
-    @accessed("sessions.list")
+    @audited_access("sessions.list")
     async def list_sessions_page(
         self,
         app_name: str,
@@ -466,7 +466,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         listed = self._sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
 
-    @accessed("sessions.find")
+    @audited_access("sessions.find")
     async def find_sessions(
         self,
         *,
@@ -510,7 +510,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         page = await self._find(app_name, key, value, options)
         return self._by_update(app_name, page.items)
 
-    @accessed("sessions.find")
+    @audited_access("sessions.find")
     async def find_sessions_page(
         self,
         app_name: str,
@@ -585,7 +585,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 logger.error("left out of a listing: %s", error)
         return listed
 
-    @accessed("session.delete")
+    @audited_access("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session and its events, but not the user's or the app's state.
 
@@ -598,7 +598,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._runner.identify(app_name, user_id, session_id)
         await self._runner.run(writes.DeleteSession(identity))
 
-    @accessed("user.read")
+    @audited_access("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix; `{}` for an unknown user."""
         check_ids(app_name, user_id)
@@ -606,7 +606,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         _, state = await self._runner.run(reads.GetStates(identity))
         return load_state(state, "the user's state")
 
-    @accessed("session.write")
+    @audited_access("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal, TypeAlias
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.json_text import same_json
@@ -65,21 +65,21 @@ class ArtifactMigration(Result):
         seconds: How long the run took.
     """
 
-    copied: int = counter("artifact", "copied", changes=True)
-    versions: int = counter("version", "copied", changes=True)
-    size: int = counter("byte", "copied", changes=True)
-    equal: int = counter("artifact", "equal on both sides", always=True)
+    copied: int = counter("artifact", "copied", is_change=True)
+    versions: int = counter("version", "copied", is_change=True)
+    size: int = counter("byte", "copied", is_change=True)
+    equal: int = counter("artifact", "equal on both sides", shows_zero=True)
     erased: int = counter("artifact", "of users who were erased in the target, and not copied")
-    missing: int = counter("artifact", "not copied, or not in the latest version", wrong=True)
-    different: int = counter("artifact", "different in the target, and kept there", wrong=True)
-    bad: int = counter("artifact", "cannot be read or stored", wrong=True)
-    deleted: int = counter("artifact", "deleted in the source", changes=True)
-    changed: int = counter("artifact", "changed since the comparison, and kept", wrong=True)
+    missing: int = counter("artifact", "not copied, or not in the latest version", is_failure=True)
+    different: int = counter("artifact", "different in the target, and kept there", is_failure=True)
+    bad: int = counter("artifact", "cannot be read or stored", is_failure=True)
+    deleted: int = counter("artifact", "deleted in the source", is_change=True)
+    changed: int = counter("artifact", "changed since the comparison, and kept", is_failure=True)
     findings: tuple[Finding, ...] = listing("missing", "different", "bad")
     seconds: float = 0.0
 
 
-@command
+@audited_command
 async def migrate_artifacts(
     source: ArtifactSource,
     db: Database,

@@ -16,7 +16,7 @@ from google.adk.errors.input_validation_error import InputValidationError
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.audit import AuditedCall, Trail, accessed
+from adk_secure_sessions.audit import AuditedCall, Trail, audited_access
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
@@ -111,7 +111,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
     # --- ADK's contract --------------------------------------------------------------------------
 
-    @accessed("artifact.write")
+    @audited_access("artifact.write")
     async def save_artifact(
         self,
         *,
@@ -143,7 +143,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         pieces = None if content is None else _single_piece(content)
         return await self._save(address, values, pieces, custom_metadata)
 
-    @accessed("artifact.read")
+    @audited_access("artifact.read")
     async def load_artifact(
         self,
         *,
@@ -176,7 +176,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             f"The artifact refers to another one through more than {_MAX_REFERENCES} references."
         )
 
-    @accessed("artifacts.list")
+    @audited_access("artifacts.list")
     async def list_artifact_keys(
         self, *, app_name: str, user_id: str, session_id: str | None = None
     ) -> list[str]:
@@ -189,7 +189,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         artifacts = filter(None, [parse_name(collection.name) for collection in collections])
         return sorted(name for scope, name in artifacts if scope in (None, session_id))
 
-    @accessed("artifact.delete")
+    @audited_access("artifact.delete")
     async def delete_artifact(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> None:
@@ -209,7 +209,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
                 if version.blob is not None:
                     await self._mark_deleted(version.blob)
 
-    @accessed("artifacts.list")
+    @audited_access("artifacts.list")
     async def list_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[int]:
@@ -218,7 +218,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         collection = await self._collections.get(address, limit=1)
         return list(range(version_count(collection))) if collection else []
 
-    @accessed("artifacts.list")
+    @audited_access("artifacts.list")
     async def list_artifact_versions(
         self, *, app_name: str, user_id: str, filename: str, session_id: str | None = None
     ) -> list[ArtifactVersion]:
@@ -227,7 +227,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         versions = versions_of(collection) if collection else []
         return [_as_artifact_version(version) for version in versions]
 
-    @accessed("artifacts.list")
+    @audited_access("artifacts.list")
     async def get_artifact_version(
         self,
         *,
@@ -243,7 +243,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
     # --- streams ---------------------------------------------------------------------------------
 
-    @accessed("artifact.write")
+    @audited_access("artifact.write")
     async def save_stream(
         self,
         *,
@@ -264,7 +264,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         part = {"inline_data": {"mime_type": mime_type}}
         return await self._save(address, part, pieces, custom_metadata)
 
-    @accessed("artifact.read")
+    @audited_access("artifact.read")
     async def open_stream(
         self,
         *,

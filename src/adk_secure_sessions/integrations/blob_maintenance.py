@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
@@ -48,14 +48,14 @@ class BlobCheck(Result):
 
     success_line = "no blob is missing"
 
-    artifacts: int = counter("artifact", "checked", always=True)
-    blobs: int = counter("blob", "checked", always=True)
+    artifacts: int = counter("artifact", "checked", shows_zero=True)
+    blobs: int = counter("blob", "checked", shows_zero=True)
     missing: int = counter("blob", "missing, or of another length")
     marked: int = counter("blob", "marked as deleted", hint=_COPY)
     unused: int = counter(
         "blob", "named by no artifact", hint="`purge blobs` marks and later deletes them"
     )
-    bad: int = counter("row", "bad", wrong=True)
+    bad: int = counter("row", "bad", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
@@ -76,19 +76,23 @@ class BlobPurge(Result):
         problems: The first 1000 rows that cannot be decrypted.
     """
 
-    deleted: int = counter("blob", "deleted", always=True, changes=True)
-    marked: int = counter("blob", "marked, and deleted later", always=True, changes=True)
+    deleted: int = counter("blob", "deleted", shows_zero=True, is_change=True)
+    marked: int = counter("blob", "marked, and deleted later", shows_zero=True, is_change=True)
     withdrawn: int = counter(
-        "mark", "withdrawn, because artifacts name the blobs", hint=_COPY, changes=True, wrong=True
+        "mark",
+        "withdrawn, because artifacts name the blobs",
+        hint=_COPY,
+        is_change=True,
+        is_failure=True,
     )
-    kept: int = counter("blob", "named by artifacts", always=True)
+    kept: int = counter("blob", "named by artifacts", shows_zero=True)
     bad: int = counter(
-        "row", "cannot be decrypted", hint="nothing is deleted; run `verify`", wrong=True
+        "row", "cannot be decrypted", hint="nothing is deleted; run `verify`", is_failure=True
     )
     problems: tuple[Problem, ...] = listing("bad")
 
 
-@command
+@audited_command
 async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
     """Find blobs that are missing or have a wrong length, and blobs that no artifact names.
 
@@ -151,7 +155,7 @@ _MAX_UPLOAD_TIME = timedelta(days=1)
 _MIN_AGE = timedelta(hours=48)
 
 
-@command
+@audited_command
 async def purge_blobs(
     db: Database,
     store: AnyStore,

@@ -11,7 +11,7 @@ At any time, the rows name a complete blob, even if the run is killed between tw
 case, no row names the other blob, and `purge blobs` marks it.
 """
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.errors import ArtifactStoreError, DecryptionError, TamperedError
 from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import (
@@ -36,7 +36,7 @@ from adk_secure_sessions.storage.features.collections import Collection, Collect
 from adk_secure_sessions.storage.schema import events
 
 
-@command
+@audited_command
 async def rotate_data_and_blobs(
     db: Database,
     store: AnyStore,
@@ -92,7 +92,7 @@ class _BlobRotationRun(DataRotationRun):
         self._problems.suppress_counted()
         async for artifact in artifacts_of(self._db, self._problems):
             await self._rotate_artifact(*artifact)
-            await self._require_checkpoint()
+            await self._reject_other_rotation()
 
     async def _rotate_artifact(
         self, ids: SessionIds, collection: Collection, versions: list[Version]

@@ -20,7 +20,7 @@ from google.adk.sessions import Session
 from google.adk.version import __version__ as adk_version
 from google.genai import types
 
-from adk_secure_sessions.audit import accessed
+from adk_secure_sessions.audit import audited_access
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.protocol import Conflict, Retries
@@ -150,7 +150,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         """True if new memories are stored as plaintext, because of a `NoOpBackend`."""
         return self._collections.stores_plaintext
 
-    @accessed("memory.write")
+    @audited_access("memory.write")
     async def add_session_to_memory(self, session: Session) -> None:
         """Replace the memory of a session by those events of *session* that have content.
 
@@ -183,7 +183,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
 
         await self._write(session.app_name, session.user_id, plan)
 
-    @accessed("memory.write")
+    @audited_access("memory.write")
     async def add_events_to_memory(
         self,
         *,
@@ -217,7 +217,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
 
         await self._write(app_name, user_id, plan)
 
-    @accessed("memory.write")
+    @audited_access("memory.write")
     async def add_memory(
         self,
         *,
@@ -262,7 +262,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         if new:
             await self._write(app_name, user_id, plan)
 
-    @accessed("memory.read")
+    @audited_access("memory.read")
     async def search_memory(
         self, *, app_name: str, user_id: str, query: str
     ) -> SearchMemoryResponse:
@@ -287,7 +287,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         row = memory.version.session_row
         return SearchMemoryResponse(memories=[entry.to_memory_entry(row) for entry in entries])
 
-    @accessed("memory.delete")
+    @audited_access("memory.delete")
     async def delete_memory(
         self, *, app_name: str, user_id: str, memory_id: str | None = None
     ) -> None:

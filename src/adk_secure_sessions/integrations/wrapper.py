@@ -29,7 +29,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 from google.genai import types
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, accessed
+from adk_secure_sessions.audit import Audit, audited_access
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
@@ -168,7 +168,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         await self._runner.database_keys()
         await _call_if_defined(self._inner, "prepare_tables")
 
-    @accessed("session.create")
+    @audited_access("session.create")
     async def create_session(
         self,
         *,
@@ -211,7 +211,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._runner.identify(app_name, user_id, stored.id)
         return await self._read(identity, lambda cipher: cipher.decrypt_session(stored))
 
-    @accessed("session.read")
+    @audited_access("session.read")
     async def get_session(
         self,
         *,
@@ -242,7 +242,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._runner.identify(app_name, user_id, session_id)
         return await self._read(identity, lambda cipher: cipher.decrypt_session(stored, config))
 
-    @accessed("sessions.list")
+    @audited_access("sessions.list")
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -267,7 +267,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 logger.error("left out of a listing: %s", error)
         return ListSessionsResponse(sessions=listed)
 
-    @accessed("session.delete")
+    @audited_access("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Let the other service delete a session; nothing is decrypted.
 
@@ -280,7 +280,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 app_name=app_name, user_id=user_id, session_id=session_id
             )
 
-    @accessed("user.read")
+    @audited_access("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix.
 
@@ -296,7 +296,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._runner.identify(app_name, user_id)
         return await self._read(identity, lambda cipher: cipher.decrypt_scope(cipher.user, stored))
 
-    @accessed("session.write")
+    @audited_access("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`; see `EncryptedSessionService.append_event`.
 

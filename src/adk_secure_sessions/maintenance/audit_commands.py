@@ -55,11 +55,11 @@ class AuditVerification(Result):
 
     success_line = "no record is missing or bad"
 
-    records: int = counter("record", "authentic", always=True)
-    chains: int = counter("chain", "authentic", always=True)
+    records: int = counter("record", "authentic", shows_zero=True)
+    chains: int = counter("chain", "authentic", shows_zero=True)
     purged: int = counter("chain", "purged")
     heads: int | None = counter("logged head", "compared with the trail", default=None)
-    bad: int = counter("row", "bad", wrong=True)
+    bad: int = counter("row", "bad", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
@@ -73,8 +73,8 @@ class AuditExport(Result):
         problems: The first 1000 of them.
     """
 
-    records: int = counter("record", "exported", always=True)
-    bad: int = counter("row", "not authentic", wrong=True)
+    records: int = counter("record", "exported", shows_zero=True)
+    bad: int = counter("row", "not authentic", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
@@ -93,10 +93,10 @@ class AuditPurge(Result):
             1970, UTC.
     """
 
-    records: int = counter("record", "deleted", always=True, changes=True)
-    chains: int = counter("chain", "deleted", always=True, changes=True)
+    records: int = counter("record", "deleted", shows_zero=True, is_change=True)
+    chains: int = counter("chain", "deleted", shows_zero=True, is_change=True)
     kept: int = counter("chain", "old, and kept")
-    bad: int = counter("row", "bad, so that their chains were kept", wrong=True)
+    bad: int = counter("row", "bad, so that their chains were kept", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
     before: int = 0
 
@@ -147,7 +147,7 @@ async def verify_audit(
     return trail.problems.write_to(result)
 
 
-@audit.command
+@audit.audited_command
 async def export_audit(
     db: Database,
     write: Callable[[bytes], object],
@@ -191,7 +191,7 @@ async def export_audit(
     return trail.problems.write_to(result)
 
 
-@audit.command
+@audit.audited_command
 async def purge_audit(
     db: Database, older_than: timedelta, *, dry_run: bool = False, progress: Progress | None = None
 ) -> AuditPurge:

@@ -123,7 +123,7 @@ class Database(HoldsSecrets, ClosedByWith):
             raise ConfigurationError("additional_backends require a backend")
         backends = None if backend is None else register(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
-        self._given = executors
+        self._all_executors = executors
         urls = (db_url, key_db_url)
         self._files = [file_of(parsed_url("db_url", url)) if url else None for url in urls]
         self.runner: OperationRunner = OperationRunner(
@@ -146,8 +146,8 @@ class Database(HoldsSecrets, ClosedByWith):
 
     def use_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database."""
-        data = self._given.data
-        self.runner.executors = self._given if in_key_database else Executors(data, data)
+        data = self._all_executors.data
+        self.runner.executors = self._all_executors if in_key_database else Executors(data, data)
 
     def require_files(self, *, of_keys: bool = True) -> None:
         """Raise ConfigurationError if a SQLite file is missing, which opening would create."""

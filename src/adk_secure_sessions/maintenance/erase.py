@@ -7,7 +7,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import build_header
@@ -63,17 +63,17 @@ class Erasure(Result):
             run was interrupted after it had deleted the keys.
     """
 
-    data_keys: int = counter("data key", "deleted", changes=True)
-    users: int = counter("user", "deleted", changes=True)
-    sessions: int = counter("session", "deleted", changes=True)
-    snapshots: int = counter("snapshot", "deleted", changes=True)
-    events: int = counter("event", "deleted", changes=True)
-    witnesses: int = counter("version witness", "deleted", changes=True)
+    data_keys: int = counter("data key", "deleted", is_change=True)
+    users: int = counter("user", "deleted", is_change=True)
+    sessions: int = counter("session", "deleted", is_change=True)
+    snapshots: int = counter("snapshot", "deleted", is_change=True)
+    events: int = counter("event", "deleted", is_change=True)
+    witnesses: int = counter("version witness", "deleted", is_change=True)
     collections: int = counter(
         "collection",
         "deleted with their items",
         hint="`purge blobs` deletes contents of artifacts, which nobody can decrypt any more",
-        changes=True,
+        is_change=True,
     )
     cleared: bool = False
     obstacle: str = ""
@@ -98,7 +98,7 @@ class Erasure(Result):
         return not self.missing
 
 
-@command
+@audited_command
 async def erase_user(
     db: Database, app_name: str, user_id: str, *, dry_run: bool = False, rewrite: bool = False
 ) -> Erasure:

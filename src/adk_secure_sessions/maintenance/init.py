@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from adk_secure_sessions.audit import command, unstored_command
+from adk_secure_sessions.audit import audited_command, unstored_command
 from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, counter
@@ -21,11 +21,11 @@ class Initialization(Result):
         master_ids: The ids of the created master keys.
     """
 
-    tables: tuple[str, ...] = counter("table", "created", always=True, default=())
-    master_ids: tuple[int, ...] = counter("master key", "created", always=True, default=())
+    tables: tuple[str, ...] = counter("table", "created", shows_zero=True, default=())
+    master_ids: tuple[int, ...] = counter("master key", "created", shows_zero=True, default=())
 
 
-@command
+@audited_command
 async def init(db: Database) -> Initialization:
     """Create missing tables and master keys, as a service does when it starts.
 

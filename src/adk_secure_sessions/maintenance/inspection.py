@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command, unstored_command
+from adk_secure_sessions.audit import audited_command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.maintenance.database import Database
@@ -73,7 +73,7 @@ _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {
 TABLES = tuple(_RECORD_COLUMNS)
 
 
-@command
+@audited_command
 async def lookup(
     db: Database,
     app_name: str,
@@ -90,14 +90,14 @@ async def lookup(
         raise ConfigurationError(
             "a session id or a collection is unique only for one user: give the user id, too"
         )
-    master = (await db.keyring()).index_master
-    wanted = [("app", apps, master.tag_of(app_name))]
+    index_master = (await db.keyring()).index_master
+    wanted = [("app", apps, index_master.tag_of(app_name))]
     if user_id is not None:
-        wanted.append(("user", users, master.tag_of(app_name, user_id)))
+        wanted.append(("user", users, index_master.tag_of(app_name, user_id)))
         if session_id is not None:
-            wanted.append(("session", sessions, master.tag_of(app_name, user_id, session_id)))
+            wanted.append(("session", sessions, index_master.tag_of(app_name, user_id, session_id)))
         if collection is not None:
-            tag = master.mac("collection", app_name, user_id, collection)
+            tag = index_master.mac("collection", app_name, user_id, collection)
             wanted.append(("collection", sessions, tag))
     locations = []
     for kind, table, tag in wanted:

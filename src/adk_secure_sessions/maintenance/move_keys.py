@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor, Parameters, Row, retried
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
@@ -83,14 +83,14 @@ class KeyMove(Result):
     """
 
     to: KeyPlace
-    master_count: int = counter("master key", "moved", always=True)
-    data_keys: int = counter("data key", "moved", always=True)
+    master_count: int = counter("master key", "moved", shows_zero=True)
+    data_keys: int = counter("data key", "moved", shows_zero=True)
     resumed: bool = False
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
 
 
-@command
+@audited_command
 async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = None) -> KeyMove:
     """Move all keys into the key database, or from the key database into the database of the data.
 

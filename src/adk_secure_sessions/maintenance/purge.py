@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.maintenance.counts import select_count
@@ -37,14 +37,14 @@ class Purge(Result):
             clock of this machine.
     """
 
-    deleted: int = counter("session", "deleted", always=True, changes=True)
+    deleted: int = counter("session", "deleted", shows_zero=True, is_change=True)
     kept: int = counter("session", "updated or deleted meanwhile")
-    bad: int = counter("session", "cannot be decrypted, and kept", wrong=True)
+    bad: int = counter("session", "cannot be decrypted, and kept", is_failure=True)
     problems: tuple[Problem, ...] = listing()
     before: int | None = None
 
 
-@command
+@audited_command
 async def purge(
     db: Database,
     older_than: timedelta | None = None,
@@ -72,17 +72,17 @@ async def purge(
     Raises:
         ConfigurationError: `older_than` is negative.
     """
-    now, before, first = time_now(), None, -(2**63)
+    now, before, cutoff = time_now(), None, -(2**63)
     if older_than is not None:
         if older_than < timedelta():
             raise ConfigurationError("older_than must not be negative")
-        before = first = max(first, now - older_than // timedelta(microseconds=1))
+        before = cutoff = max(cutoff, now - older_than // timedelta(microseconds=1))
 
     def is_due(session: StoredSession) -> bool:
-        return session.row.updated_at < first or session.row.expires_at <= now
+        return session.row.updated_at < cutoff or session.row.expires_at <= now
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
-    times = {"before": first, "now": now}
+    times = {"before": cutoff, "now": now}
     ((total,),) = await db.runner.read(_NUMBER_OF_DUE, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()

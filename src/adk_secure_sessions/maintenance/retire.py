@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
@@ -81,18 +81,18 @@ class Retirement(Result):
             about to name such a key.  The next rotation replaces them.
     """
 
-    data_keys: int = counter("data key", "deleted", always=True, changes=True)
+    data_keys: int = counter("data key", "deleted", shows_zero=True, is_change=True)
     master_ids: tuple[int, ...] = counter(
-        "data master", "deleted", always=True, changes=True, default=()
+        "data master", "deleted", shows_zero=True, is_change=True, default=()
     )
-    kept: int = counter("replaced key", "kept", wrong=True)
+    kept: int = counter("replaced key", "kept", is_failure=True)
     kept_keys: tuple[KeptKey, ...] = listing("kept")
     spare_keys: int = counter(
         "data key", "spare", hint="no row names them, and they encrypt nothing"
     )
 
 
-@command
+@audited_command
 async def retire(
     db: Database,
     *,
@@ -150,9 +150,9 @@ async def retire(
     wrapped = await _count_wrapped(db)
     work = partial(_retire_masters, dry_run, known, wrapped)
     change = partial(db.runner.run_on_keys, commit=not dry_run)
-    of_masters = await run_deletion(change, work, lambda decision: len(decision.deletable))
-    kept.extend(of_masters.kept)
-    ids = tuple(row.id for row in of_masters.deletable)
+    master_decision = await run_deletion(change, work, lambda decision: len(decision.deletable))
+    kept.extend(master_decision.kept)
+    ids = tuple(row.id for row in master_decision.deletable)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
 
 
@@ -263,9 +263,9 @@ async def _decrypt_owner(
                 # Only check that each event can be decrypted.
                 check = key_operations.CheckSession(identity, lambda *_: None)
                 if session_check := await db.runner.run(check):
-                    of_session = session_check.count_headers()
-                    headers += of_session
-                    await throttle.advance(of_session.total())
+                    session_headers = session_check.count_headers()
+                    headers += session_headers
+                    await throttle.advance(session_headers.total())
     return checked.key_ids, headers
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, UnknownKeyError
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
@@ -84,18 +84,18 @@ class DataRotation(Result):
 
     since: int = 0
     resumed: bool = False
-    reencrypted: int = counter("record", "re-encrypted", always=True, changes=True)
-    blobs: int = counter("blob", "re-encrypted", changes=True)
-    blob_bytes: int = counter("byte", "re-encrypted", changes=True)
+    reencrypted: int = counter("record", "re-encrypted", shows_zero=True, is_change=True)
+    blobs: int = counter("blob", "re-encrypted", is_change=True)
+    blob_bytes: int = counter("byte", "re-encrypted", is_change=True)
     keys: int = counter("data key", "created")
-    bad: int = counter("row", "cannot be decrypted, and left unchanged", wrong=True)
+    bad: int = counter("row", "cannot be decrypted, and left unchanged", is_failure=True)
     bad_blobs: int = counter("blob", "of these, missing or tampered with")
-    left: int = counter("record", "left under older keys", wrong=True)
+    left: int = counter("record", "left under older keys", is_failure=True)
     left_in: tuple[tuple[str, int], ...] = ()
     problems: tuple[Problem, ...] = listing("bad")
 
 
-@command
+@audited_command
 async def rotate_data(
     db: Database,
     *,
@@ -275,7 +275,7 @@ class DataRotationRun(RotationRun):
                         await self._rotate_owner(table, row)
                     except ROW_ERRORS as error:
                         self._problems.add_error(error, table.name, row.id)
-                await self._require_checkpoint()
+                await self._reject_other_rotation()
         return self.result.reencrypted > before
 
     async def _rotate_owner(self, table: sa.Table, row: OwnerRow) -> None:

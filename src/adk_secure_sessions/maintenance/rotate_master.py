@@ -5,7 +5,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command, record_new_key
+from adk_secure_sessions.audit import audited_command, record_new_key
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import (
@@ -62,13 +62,15 @@ class MasterRotation(Result):
     master_id: int | None = None
     since: int = 0
     resumed: bool = False
-    rotated: int = counter("data key", "wrapped by the new data master", always=True, changes=True)
-    left: int = counter("data key", "still wrapped by another data master", wrong=True)
-    bad: int = counter("data key", "cannot be unwrapped, and left unchanged", wrong=True)
+    rotated: int = counter(
+        "data key", "wrapped by the new data master", shows_zero=True, is_change=True
+    )
+    left: int = counter("data key", "still wrapped by another data master", is_failure=True)
+    bad: int = counter("data key", "cannot be unwrapped, and left unchanged", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
-@command
+@audited_command
 async def rotate_master(
     db: Database,
     *,
@@ -158,7 +160,7 @@ class _MasterRotationRun(RotationRun):
             old = [row for row in rows if parse_header_or_none(row.wrapped) != current]
             await self._rewrap_batch(old, keyring)
             await self._meter.advance(len(rows))
-            await self._require_checkpoint()
+            await self._reject_other_rotation()
         return self.result.rotated > before
 
     async def _rewrap_batch(self, rows: list[DataKeyRow], keyring: Keyring) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
@@ -32,7 +32,7 @@ class RootRotation(Result):
 
     root_key_id: str
     rotated_ids: tuple[int, ...] = counter(
-        "master key", "wrapped by the new root key", always=True, changes=True, default=()
+        "master key", "wrapped by the new root key", shows_zero=True, is_change=True, default=()
     )
     unchanged_ids: tuple[int, ...] = counter(
         "master key", "wrapped by the new root key before", default=()
@@ -42,7 +42,7 @@ class RootRotation(Result):
     )
 
 
-@command
+@audited_command
 async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     """Wrap the master keys with the new root key, which is the root key of `backend`.
 

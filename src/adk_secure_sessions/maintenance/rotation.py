@@ -98,7 +98,7 @@ class RotationRun(ABC):
         await self._after_passes()
         self._problems.write_to(self.result)
         if self._dry_run or self.result.left or self.result.bad:
-            await self._require_checkpoint()
+            await self._reject_other_rotation()
         else:
             await self._db.runner.run_on_data(self._remove_checkpoint)
         self._meter.finish()
@@ -118,8 +118,8 @@ class RotationRun(ABC):
     async def _replace_old_keys(self) -> bool:
         """Process all rows and replace their keys; return whether this pass has replaced any.
 
-        An implementation calls `_require_checkpoint` after each batch, and skips rows whose key is
-        already new.  A run that continues another one starts at the first row: skipping is fast.
+        An implementation calls `_reject_other_rotation` after each batch, and skips rows whose key
+        is already new.  A run that continues another one starts at the first row: skipping is fast.
         """
 
     @abstractmethod
@@ -129,12 +129,12 @@ class RotationRun(ABC):
         A dry run replaces nothing, so it counts none of the rows that it could replace.
         """
 
-    async def _require_checkpoint(self) -> None:
+    async def _reject_other_rotation(self) -> None:
         """Raise SecureSessionError if another rotation was started after this one."""
         if self._dry_run:
             return
         for (value,) in await self._db.runner.read(meta.VALUE, {"name": self._checkpoint}):
-            self._require_own(value)
+            self._reject_other_checkpoint(value)
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
@@ -163,10 +163,10 @@ class RotationRun(ABC):
         return meta.swap(connection, self._checkpoint, old, value)
 
     def _remove_checkpoint(self, connection: sa.Connection) -> None:
-        self._require_own(meta.read(connection, self._checkpoint, lock=True))
+        self._reject_other_checkpoint(meta.read(connection, self._checkpoint, lock=True))
         meta.put(connection, self._checkpoint, None)
 
-    def _require_own(self, stored: object) -> None:
+    def _reject_other_checkpoint(self, stored: object) -> None:
         # If no checkpoint is stored, another run has completed this rotation, which is no conflict.
         if stored is not None and not str(stored).startswith(f"{self.result.since} "):
             raise SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")

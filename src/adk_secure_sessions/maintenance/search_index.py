@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Parameters
 from adk_secure_sessions.errors import ConfigurationError
@@ -55,7 +55,7 @@ class IndexChange(Result):
     sessions: int = counter("session", "compared with the search index")
     users: int = counter("user", "compared with the search index")
     written: int = counter("row", "written to the search index")
-    removed: int = counter("row", "deleted from the search index", always=True)
+    removed: int = counter("row", "deleted from the search index", shows_zero=True)
     bad: int = counter("row", "cannot be decrypted, and not in the search index")
     problems: tuple[Problem, ...] = listing()
     complete: bool = False
@@ -65,7 +65,7 @@ class IndexChange(Result):
         return self.complete or not self.bad
 
 
-@command
+@audited_command
 async def fill_index(
     db: Database,
     app_name: str,
@@ -130,7 +130,7 @@ async def fill_index(
     return result
 
 
-@command
+@audited_command
 async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexChange:
     """Delete the rows of the search index of some keys of an app; searches by them then fail.
 
@@ -142,10 +142,10 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     """
     _require_keys(keys)
     add_facts(app=app_name)
-    master = (await db.keyring()).index_master
+    index_master = (await db.keyring()).index_master
     if indexed.name not in (await db.survey()).feature_tables:
         return IndexChange()
-    tags = {master.state_key(app_name, key) for key in keys}
+    tags = {index_master.state_key(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
     await db.search_index.withdraw(tags)
     return IndexChange(removed=await _delete_rows(db, tags))

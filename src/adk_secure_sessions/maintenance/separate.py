@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command, running_command
+from adk_secure_sessions.audit import audited_command, running_command
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
@@ -68,12 +68,12 @@ class Separation(Result):
     database_id: str
     resumed: bool
     complete: bool = must_be_true()
-    data_keys: int = counter("data key", "deleted", always=True)
-    master_ids: tuple[int, ...] = counter("data master", "deleted", always=True, default=())
+    data_keys: int = counter("data key", "deleted", shows_zero=True)
+    master_ids: tuple[int, ...] = counter("data master", "deleted", shows_zero=True, default=())
     kept: int = counter("replaced key", "kept")
 
 
-@command
+@audited_command
 async def separate(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Separation:
@@ -187,8 +187,13 @@ async def _finish_ids(db: Database) -> None:
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
-    writer, roots = db.runner.backends.writing.root_key.key_id, db.runner.backends.roots
-    keyring: Keyring = await open_keyring(survey.keyring, roots, writer, survey.existing_id)
+    current_root_key_id, roots = (
+        db.runner.backends.writing.root_key.key_id,
+        db.runner.backends.roots,
+    )
+    keyring: Keyring = await open_keyring(
+        survey.keyring, roots, current_root_key_id, survey.existing_id
+    )
     check_features(survey, keyring)
     await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))
 
@@ -209,8 +214,8 @@ async def _drop_rows_of_original(db: Database) -> None:
     await db.runner.run_on_data(empty)
     # Forget this run's audit trail: its first record was deleted.  A completed run stores both
     # records again at its end.
-    if command := running_command():
-        command.trails.clear()
+    if running := running_command():
+        running.trails.clear()
 
 
 def _store_separation(

@@ -229,9 +229,9 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     if indexed.name not in survey.feature_tables:
         return None
     ((rows,),) = await db.runner.read(_INDEXED, {})
-    master = await _index_master(db)
-    marks = await read_marks(db.runner.read, master)
-    if master is None:
+    index_master = await _index_master(db)
+    marks = await read_marks(db.runner.read, index_master)
+    if index_master is None:
         return IndexStatus(int(rows), len(marks), None, None)
     complete = sum(state is IndexState.COMPLETE for _, state in marks)
     tampered = sum(state is None for _, state in marks)
@@ -250,8 +250,10 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
     survey = await db.survey()
-    master = await _index_master(db) if any(parse_checkpoints(survey.meta_rows, None)) else None
-    return tuple(parse_checkpoints(survey.meta_rows, master))
+    index_master = (
+        await _index_master(db) if any(parse_checkpoints(survey.meta_rows, None)) else None
+    )
+    return tuple(parse_checkpoints(survey.meta_rows, index_master))
 
 
 def _with_progress(

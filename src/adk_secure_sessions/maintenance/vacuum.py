@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import IN_USE, dialect_of
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor, retried
 from adk_secure_sessions.errors import DatabaseError
@@ -37,7 +37,7 @@ class Vacuum(Result):
     obstacles: tuple[str, ...] = ()
 
 
-@command
+@audited_command
 async def vacuum(db: Database) -> Vacuum:
     """Rewrite all tables, so that their files contain no bytes of deleted or replaced rows.
 
@@ -48,9 +48,9 @@ async def vacuum(db: Database) -> Vacuum:
     replicas and backups are not cleared.
     """
     present = (await db.survey()).feature_tables
-    of_features = tuple(table for table in FEATURE_TABLES if table.name in present)
+    feature_tables = tuple(table for table in FEATURE_TABLES if table.name in present)
     data, keys = db.runner.executors
-    by_executor = {data: TableSet.DATA.tables + of_features}
+    by_executor = {data: TableSet.DATA.tables + feature_tables}
     by_executor[keys] = tuple(dict.fromkeys(by_executor.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []
     for executor, tables in by_executor.items():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import load_state, read_event
@@ -92,18 +92,18 @@ class Verification(Result):
 
     success_line = "all rows are intact"
 
-    apps: int = counter("app", "decrypted", always=True)
-    users: int = counter("user", "decrypted", always=True)
-    sessions: int = counter("session", "decrypted", always=True)
-    events: int = counter("event", "decrypted", always=True)
+    apps: int = counter("app", "decrypted", shows_zero=True)
+    users: int = counter("user", "decrypted", shows_zero=True)
+    sessions: int = counter("session", "decrypted", shows_zero=True)
+    events: int = counter("event", "decrypted", shows_zero=True)
     collections: int = counter("collection", "decrypted")
     items: int = counter("item", "decrypted")
-    unchecked: int = counter("row", "not checked, because of bad rows", wrong=True)
-    bad: int = counter("row", "bad", wrong=True)
+    unchecked: int = counter("row", "not checked, because of bad rows", is_failure=True)
+    bad: int = counter("row", "bad", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
 
 
-@command
+@audited_command
 async def verify(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Verification:
@@ -114,13 +114,13 @@ async def verify(
     time.  `verify` parses the JSON of states, events and items, but does not check that the
     installed google-adk can read the events.
     """
-    master = (await db.keyring()).index_master
-    of_features = (await db.survey()).feature_tables
-    imports = [migrated] if migrated.name in of_features else []
+    index_master = (await db.keyring()).index_master
+    feature_tables = (await db.survey()).feature_tables
+    imports = [migrated] if migrated.name in feature_tables else []
     total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
     meter = Meter(progress, total, rows_per_second)
-    run = _Verifier(db, master, meter)
-    if indexed.name in of_features:
+    run = _Verifier(db, index_master, meter)
+    if indexed.name in feature_tables:
         await run.check_marks()
     await run.check_owners()
     async for page in scan_sessions(db):
@@ -129,7 +129,7 @@ async def verify(
     if imports:
         await run.check_imports()
     await run.check_features()
-    await _find_orphans(db, run.problems, *([indexed] if indexed.name in of_features else []))
+    await _find_orphans(db, run.problems, *([indexed] if indexed.name in feature_tables else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.problems.write_to(run.result)
@@ -141,16 +141,16 @@ class _Verifier:
     Users and sessions are checked even if the row of their app is bad, but not if its name is.
     """
 
-    def __init__(self, db: Database, master: IndexMaster, meter: Meter) -> None:
+    def __init__(self, db: Database, index_master: IndexMaster, meter: Meter) -> None:
         self.result = Verification()
         self.problems = Problems()
         self._db = db
-        self._index_master = master
+        self._index_master = index_master
         self._meter = meter
         self._misnamed_apps: set[int] = set()
         self._needed_features: set[str] = set()  # the features that rows need
         # The tags of the keys whose rows of the search index are complete.
-        self._key_tags: set[bytes] = set()
+        self._complete_index_tags: set[bytes] = set()
 
     async def check_marks(self) -> None:
         for tag, state in await read_marks(self._db.runner.read, self._index_master):
@@ -160,12 +160,14 @@ class _Verifier:
                 self.problems.add(indexed.name, name, Reason.MISMATCH, _WRONG_MARK)
             elif state is IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
-                self._key_tags.add(tag)
+                self._complete_index_tags.add(tag)
 
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
-        if not self._key_tags:
+        if not self._complete_index_tags:
             return
-        checked = await self._db.runner.run(CheckIndexed(identity, self._key_tags, of_user=of_user))
+        checked = await self._db.runner.run(
+            CheckIndexed(identity, self._complete_index_tags, of_user=of_user)
+        )
         if checked is None or not checked[1].total:
             return
         row_id, differences = checked
@@ -216,9 +218,9 @@ class _Verifier:
         list.  With that list, a release that does not know the feature would use the database.
         """
         unlisted = self._needed_features - (await self._db.survey()).features
-        for feature, (evidence, writer) in _EVIDENCE.items():
+        for feature, (evidence, next_writer) in _EVIDENCE.items():
             if feature in unlisted:
-                remedy = f"the next {writer} adds the feature"
+                remedy = f"the next {next_writer} adds the feature"
                 report_unlisted(self.problems, evidence, feature, remedy)
         report_unlisted_trail(self._db, self.problems)
 
@@ -298,8 +300,8 @@ class _Verifier:
 # --- orphaned rows -------------------------------------------------------------------------------
 
 
-async def _find_orphans(db: Database, problems: Problems, *of_features: sa.Table) -> None:
-    async for table, row, number in orphans(db, snapshots, events, witnesses, *of_features):
+async def _find_orphans(db: Database, problems: Problems, *feature_tables: sa.Table) -> None:
+    async for table, row, number in orphans(db, snapshots, events, witnesses, *feature_tables):
         details = {
             snapshots.name: "it belongs to no session",
             events.name: f"{number} events belong to no session, or items to no collection",

@@ -67,8 +67,8 @@ _MYSQL = ("mysql", "mariadb")
 
 def _table(name: str, key: Sequence[str], *columns: str) -> sa.Table:
     """Return a table whose columns have no types, so that SQLAlchemy converts no values."""
-    of_key = [sa.Column[Any](column, primary_key=True) for column in key]
-    return sa.Table(name, sa.MetaData(), *of_key, *map(sa.Column[Any], columns))
+    key_columns = [sa.Column[Any](column, primary_key=True) for column in key]
+    return sa.Table(name, sa.MetaData(), *key_columns, *map(sa.Column[Any], columns))
 
 
 SESSIONS = _table(
@@ -87,8 +87,7 @@ _EVENTS = _table(
 )
 # In the order in which rows are deleted.
 TABLES = (_EVENTS, SESSIONS, USER_STATES, APP_STATES)
-_s, _e = SESSIONS, _EVENTS
-_SESSION_KEY, _EVENT_KEY = tuple(_s.primary_key), tuple(_e.primary_key)
+_SESSION_KEY, _EVENT_KEY = tuple(SESSIONS.primary_key), tuple(_EVENTS.primary_key)
 
 
 # Joins `events` to `sessions`.  The database compares the ids, because the collation of MySQL may
@@ -158,24 +157,24 @@ class AdkQueries:
             self._read_event = partial(adk_rows.convert_json_row, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
-            self._json(_e.c[name]) if name in present else sa.null() for name in columns
+            self._json(_EVENTS.c[name]) if name in present else sa.null() for name in columns
         ]
         sized = present & {*adk_rows.JSON_VALUES, "actions"}
-        self._size_columns = [_e.c[name] for name in columns if name in sized]
+        self._size_columns = [_EVENTS.c[name] for name in columns if name in sized]
 
     def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._since(selection.since)]
-        return self._of_app(_s, selection) + since
+        return self._of_app(SESSIONS, selection) + since
 
     def _of_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
         name = selection.app_name
         return [] if name is None else [is_exactly(self.dialect, table.c.app_name, name)]
 
     def count(self, connection: sa.Connection, selection: Selection) -> int:
-        sessions = sa.select(sa.func.count()).select_from(_s).where(*self._within(selection))
+        sessions = sa.select(sa.func.count()).select_from(SESSIONS).where(*self._within(selection))
         return connection.scalar(sessions) or 0
 
-    def page(
+    def session_page(
         self, connection: sa.Connection, selection: Selection, after: Ids | None, limit: int
     ) -> list[tuple[SourceSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
@@ -187,7 +186,7 @@ class AdkQueries:
         )
         size: Any = sum(sizes, start=sa.literal(0))
         sessions = self._sessions(
-            connection, self._within(selection), after, limit, self._size(_s.c.state), size
+            connection, self._within(selection), after, limit, self._size(SESSIONS.c.state), size
         )
         return [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
 
@@ -208,7 +207,9 @@ class AdkQueries:
         if not rows:
             return []
         keys = [self._text_ids(row[:3]) for row in rows]
-        counting = sa.select(*_SESSION_KEY, sa.func.count(), size).join_from(_s, _e, _OF_SESSION)
+        counting = sa.select(*_SESSION_KEY, sa.func.count(), size).join_from(
+            SESSIONS, _EVENTS, _OF_SESSION
+        )
         in_page = [*conditions, sa.not_(self._is_after(_SESSION_KEY, keys[-1]))]
         counted = connection.execute(counting.where(*in_page).group_by(*_SESSION_KEY))
         counts: dict[tuple[Any, ...], Any] = {tuple(row[:3]): row[3:] for row in counted}
@@ -228,7 +229,7 @@ class AdkQueries:
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
         for table in STATE_TABLES:
-            read = partial(self.states, connection, EVERYTHING, table, limit=STATE_PAGE)
+            read = partial(self.state_page, connection, EVERYTHING, table, limit=STATE_PAGE)
             yield from _pages(read)
 
     def lock(self, connection: sa.Connection) -> None:
@@ -249,33 +250,33 @@ class AdkQueries:
     ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
-        query = sa.select(*_SESSION_KEY, *_columns(self._json(_s.c.state)))
+        query = sa.select(*_SESSION_KEY, *_columns(self._json(SESSIONS.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
         found: dict[tuple[Any, ...], tuple[Row, list[Row]]]
         found = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
         for app_name, user_id, session_id, *columns in self._events(connection, keys):
-            if (of_session := found.get((app_name, user_id, session_id))) is not None:
-                of_session[1].append(columns)
+            if (session_rows := found.get((app_name, user_id, session_id))) is not None:
+                session_rows[1].append(columns)
         stored = []
         for session in sessions:
             # The driver of SQLite returns ids as bytes.
             ids = (name.encode() if self.dialect == "sqlite" else name for name in session.ids)
-            if (of_session := found.get(tuple(ids))) is not None:
-                stored.append((session, *of_session))
+            if (session_rows := found.get(tuple(ids))) is not None:
+                stored.append((session, *session_rows))
         return stored
 
-    def lookup(
+    def sessions_with_prefix(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int
     ) -> list[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
         named = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions = self._sessions(
-            connection, named, after, limit, self._json(_s.c.state), sa.literal(0)
+            connection, named, after, limit, self._json(SESSIONS.c.state), sa.literal(0)
         )
         return [(session, row, []) for session, row, _ in sessions]
 
-    def state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
+    def owner_state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
 
         On MySQL, the key in the row may have another spelling than *key*, for example in case.
@@ -289,20 +290,22 @@ class AdkQueries:
 
     def _events(self, connection: sa.Connection, keys: Sequence[tuple[str, ...]]) -> Sequence[Row]:
         """Return the three ids and the columns of each event, in the order of google-adk."""
-        tie_breaker = _e.c.rowid if self.kind is TableKind.ADK_SQLITE else _e.c.id
+        tie_breaker = _EVENTS.c.rowid if self.kind is TableKind.ADK_SQLITE else _EVENTS.c.id
         if self._is_mysql:
-            query = sa.select(*_SESSION_KEY, *self._selected).join_from(_s, _e, _OF_SESSION)
+            query = sa.select(*_SESSION_KEY, *self._selected).join_from(
+                SESSIONS, _EVENTS, _OF_SESSION
+            )
             query = query.where(self._is_one_of(_SESSION_KEY, keys))
         else:
             # With a join, SQLite would scan the whole index of `events`.
             query = sa.select(*_EVENT_KEY, *self._selected)
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
-        return connection.execute(query.order_by(_e.c.timestamp, tie_breaker)).all()
+        return connection.execute(query.order_by(_EVENTS.c.timestamp, tie_breaker)).all()
 
     def convert_sessions(
         self, found: Sequence[SessionWithRows]
     ) -> dict[SourceSession, SessionContent | Unreadable]:
-        return {session[0]: try_convert(self.content, *session) for session in found}
+        return {session[0]: try_convert(self.convert_session, *session) for session in found}
 
     def convert_states(self, rows: StateRows) -> States:
         return {key: try_convert(self._convert_owner_state, key, stored) for key, stored in rows}
@@ -311,8 +314,10 @@ class AdkQueries:
         adk_rows.require_valid_ids(*key)
         return self.convert_state(stored)
 
-    def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
-        """Convert a row of `with_events` or `lookup`, and the rows of its events."""
+    def convert_session(
+        self, session: SourceSession, row: Any, history: list[Row]
+    ) -> SessionContent:
+        """Convert a row of `with_events` or `sessions_with_prefix`, and the rows of its events."""
         adk_rows.require_valid_ids(*session.ids)
         state = self.convert_state(row.state)
         created_at = adk_rows.to_microseconds(row.create_time, self.sessions_zone)
@@ -336,7 +341,7 @@ class AdkQueries:
         """Convert an event, or raise any kind of error; only ConversionError has a reason."""
         return self._read_event(row, self._events_zone)
 
-    def states(
+    def state_page(
         self,
         connection: sa.Connection,
         selection: Selection,
@@ -344,13 +349,13 @@ class AdkQueries:
         after: Ids | None,
         limit: int,
     ) -> list[tuple[Ids, Any]]:
-        """Return the next rows of a table of states; *after* is as for `page`."""
-        key, of_app = tuple(table.primary_key), self._of_app(table, selection)
+        """Return the next rows of a table of states; *after* is as for `session_page`."""
+        key, in_app = tuple(table.primary_key), self._of_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
-        query = query.where(*of_app, *self._after(key, after)).order_by(*key).limit(limit)
+        query = query.where(*in_app, *self._after(key, after)).order_by(*key).limit(limit)
         return [(self._text_ids(row[:-1]), row[-1]) for row in connection.execute(query).all()]
 
-    def aliases(
+    def states_of_other_spellings(
         self, connection: sa.Connection, selection: Selection, table: sa.Table
     ) -> StateRows:
         """On MySQL, return the states of owners with another spelling in the table `sessions`.
@@ -363,11 +368,11 @@ class AdkQueries:
         spelled = [column for column, _ in pairs]
         query = (
             sa.select(*map(sa.func.min, spelled), sa.func.min(table.c.state))
-            .join_from(_s, table, sa.and_(*(column == other for column, other in pairs)))
+            .join_from(SESSIONS, table, sa.and_(*(column == other for column, other in pairs)))
             .where(sa.or_(*(sa.func.hex(column) != sa.func.hex(other) for column, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        rows = connection.execute(query.where(*self._of_app(_s, selection)))
+        rows = connection.execute(query.where(*self._of_app(SESSIONS, selection)))
         return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
 
     def _require_text_ids(self, connection: sa.Connection) -> None:
@@ -389,7 +394,7 @@ class AdkQueries:
             raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
     def _since(self, since: int) -> Any:
-        updated_at = _s.c.update_time
+        updated_at = SESSIONS.c.update_time
         naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
         if self.dialect != "sqlite":
             return updated_at >= sa.literal(naive, sa.DateTime())
@@ -470,8 +475,8 @@ def is_exactly(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.Col
 
 
 def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
-    """Return the columns of a session's row that `AdkQueries.content` converts."""
-    return [state.label("state"), _s.c.create_time, _s.c.update_time]
+    """Return the columns of a session's row that `AdkQueries.convert_session` converts."""
+    return [state.label("state"), SESSIONS.c.create_time, SESSIONS.c.update_time]
 
 
 def _time_as_text(time: Any) -> str:

@@ -84,7 +84,7 @@ class AdkTables(Source):
         time_zone: tzinfo | None = None,
     ) -> None:
         self._read_only_url = None if db_url is None else _read_only(db_url)
-        self._given = db_url, db_engine
+        self._url_and_engine = db_url, db_engine
         self._time_zone = time_zone
         self._queries: AdkQueries | None = None
         self._executors: dict[float | None, Executor] = {}  # by the limit of their reads
@@ -93,7 +93,7 @@ class AdkTables(Source):
     def limit_reads(self, seconds: float | None) -> None:
         """From now on, interrupt each transaction that reads for longer than *seconds*."""
         if seconds not in self._executors:
-            url, engine = self._read_only_url, self._given[1]
+            url, engine = self._read_only_url, self._url_and_engine[1]
             self._executors[seconds] = executors_for(url, engine, None, None, {}, seconds).data
         self._executor = self._executors[seconds]
 
@@ -105,7 +105,7 @@ class AdkTables(Source):
     @property
     def location(self) -> str:
         """The database, for messages: without user name, password and options."""
-        db_url, db_engine = self._given
+        db_url, db_engine = self._url_and_engine
         url = sa.make_url(db_url or "") if db_engine is None else db_engine.url
         return str(sa.URL.create(url.drivername, None, None, url.host, url.port, url.database))
 
@@ -126,7 +126,7 @@ class AdkTables(Source):
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         queries = await self.queries()
-        work = partial(queries.page, selection=selection)
+        work = partial(queries.session_page, selection=selection)
         async for page in self._pages(work, adk_sql.PAGE):
             for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
@@ -146,10 +146,10 @@ class AdkTables(Source):
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         queries = await self.queries()
         for table in STATE_TABLES:
-            work = partial(queries.states, selection=selection, table=table)
+            work = partial(queries.state_page, selection=selection, table=table)
             async for rows in self._pages(work, adk_sql.STATE_PAGE):
                 yield await asyncio.to_thread(queries.convert_states, rows)
-            aliases = partial(queries.aliases, selection=selection, table=table)
+            aliases = partial(queries.states_of_other_spellings, selection=selection, table=table)
             if others := await self.run_in_snapshot(aliases):
                 yield await asyncio.to_thread(queries.convert_states, others)
 
@@ -157,7 +157,7 @@ class AdkTables(Source):
         """Return the session with these ids; None if there is none."""
         queries = await self.queries()
         key = (app_name, user_id, session_id)
-        work = partial(queries.lookup, key=key, after=None, limit=1)
+        work = partial(queries.sessions_with_prefix, key=key, after=None, limit=1)
         rows = await self.run_in_snapshot(work)
         return rows[0][0] if rows else None
 
@@ -167,7 +167,7 @@ class AdkTables(Source):
         """Yield the sessions of a user, or of an app, in batches and without their events."""
         key = (app_name,) if user_id is None else (app_name, user_id)
         queries = await self.queries()
-        work = partial(queries.lookup, key=key)
+        work = partial(queries.sessions_with_prefix, key=key)
         async for rows in self._pages(work, adk_sql.LOOKUP_PAGE):
             yield await asyncio.to_thread(queries.convert_sessions, rows)
 
@@ -176,7 +176,7 @@ class AdkTables(Source):
         key = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
         queries = await self.queries()
-        row = await self.run_in_snapshot(partial(queries.state, table=table, key=key))
+        row = await self.run_in_snapshot(partial(queries.owner_state, table=table, key=key))
         if row is None:
             return None
         return (await asyncio.to_thread(queries.convert_states, [(key, row)]))[key]
@@ -210,7 +210,7 @@ class AdkTables(Source):
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""
-        return executors_for(*self._given, None, None, {}).data
+        return executors_for(*self._url_and_engine, None, None, {}).data
 
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""

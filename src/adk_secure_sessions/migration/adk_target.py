@@ -58,7 +58,7 @@ _STATE_DIFFERS = "its state differs"
 _MICROSECOND = timedelta(microseconds=1)
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
-_UNSUITABLE = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
+_DATA_ERROR_CODES = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _JSON_COLUMNS = ("state", "event_data")
 
@@ -135,11 +135,14 @@ class AdkTarget(ClosedByWith):
 
     async def insert(self, batch: Mapping[Ids, SessionRows]) -> dict[Ids, str]:
         """Insert each session in whole or not at all; return the reason for each rejected one."""
-        if not batch or await self._attempt(partial(self._insert, batch=batch.values())) is None:
+        if (
+            not batch
+            or await self._rejection_of(partial(self._insert, batch=batch.values())) is None
+        ):
             return {}
         rejected = {}
         for ids, rows in batch.items():
-            reason = await self._attempt(partial(self._insert, batch=[rows]))
+            reason = await self._rejection_of(partial(self._insert, batch=[rows]))
             if reason is not None:
                 rejected[ids] = reason
         return rejected
@@ -155,7 +158,7 @@ class AdkTarget(ClosedByWith):
         now = datetime.now(UTC).replace(tzinfo=None)
         model = v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
         insert = self._insert_statement(model)
-        reason = await self._attempt(
+        reason = await self._rejection_of(
             lambda connection: connection.execute(insert, [{**row, "update_time": now}]).close()
         )
         if reason is None:
@@ -282,7 +285,7 @@ class AdkTarget(ClosedByWith):
             values[column.name] = sa.cast(value, JSONB) if is_jsonb else value
         return sa.insert(sa.table(model.__tablename__, *map(sa.column, values))).values(values)
 
-    async def _attempt(self, work: Callable[[sa.Connection], None]) -> str | None:
+    async def _rejection_of(self, work: Callable[[sa.Connection], None]) -> str | None:
         """Run *work* in a transaction; return why the database rejects its rows, or None."""
 
         def strictly(connection: sa.Connection) -> None:
@@ -295,7 +298,7 @@ class AdkTarget(ClosedByWith):
             except UniqueViolation:
                 return "the target already has it, or an id that its collation takes for the same"
             except DatabaseError as error:
-                if not str(error.code).startswith(_UNSUITABLE):
+                if not str(error.code).startswith(_DATA_ERROR_CODES):
                     raise
                 return f"the target cannot hold one of its values (error {error.code})"
             return None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.maintenance import Database, Progress
@@ -65,14 +65,14 @@ class Comparison(Result):
         seconds: How long the comparison took.
     """
 
-    sessions: int = counter("session", "compared", always=True)
-    events: int = counter("event", "compared", always=True)
-    states: int = counter("state", "compared", always=True)
+    sessions: int = counter("session", "compared", shows_zero=True)
+    events: int = counter("event", "compared", shows_zero=True)
+    states: int = counter("state", "compared", shows_zero=True)
     equal: int = counter("session", "equal in every field that was copied")
-    missing: int = counter("session", "not copied", wrong=True)
-    different: int = counter("item", "different or in conflict", wrong=True)
-    bad: int = counter("item", "cannot be read in the source", wrong=True)
-    changed: int = counter("session", "deleted, created or changed in the source", wrong=True)
+    missing: int = counter("session", "not copied", is_failure=True)
+    different: int = counter("item", "different or in conflict", is_failure=True)
+    bad: int = counter("item", "cannot be read in the source", is_failure=True)
+    changed: int = counter("session", "deleted, created or changed in the source", is_failure=True)
     clean: bool = False
     completed: bool = False
     withdrawn: bool = False
@@ -80,7 +80,7 @@ class Comparison(Result):
     seconds: float = 0.0
 
 
-@command
+@audited_command
 async def compare(
     source: Source,
     db: Database,

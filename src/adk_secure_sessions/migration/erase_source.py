@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
@@ -34,9 +34,9 @@ class SourceErasure(Result):
     """
 
     comparison: Comparison
-    sessions: int = counter("session", "deleted in the source", changes=True)
-    events: int = counter("event", "deleted in the source", changes=True)
-    states: int = counter("state", "deleted in the source", changes=True)
+    sessions: int = counter("session", "deleted in the source", is_change=True)
+    events: int = counter("event", "deleted in the source", is_change=True)
+    states: int = counter("state", "deleted in the source", is_change=True)
     source_changed: bool = False
     obstacles: tuple[str, ...] = ()
 
@@ -57,7 +57,7 @@ class SourceErasure(Result):
         return self.comparison.clean and not self.source_changed and not self.obstacles
 
 
-@command
+@audited_command
 async def erase_source(
     source: Source,
     db: Database,
@@ -101,7 +101,7 @@ async def erase_source(
     # An empty source is perhaps the wrong one, and ends no migration.
     imports, has_ended = db.imports, comparison.completed
     is_new = has_ended and await imports.complete_migration(source_is_erased=True)
-    queries, writer = await source.queries(), source.writer()
+    queries, executor = await source.queries(), source.writer()
     # Also contains attempts whose connection was lost: they may have been committed.
     attempts: list[tuple[int, int, int]] = []
 
@@ -112,10 +112,12 @@ async def erase_source(
         return is_unchanged
 
     try:
-        is_deleted = await retried(lambda: writer.run_sync(delete, commit=True), writes=True)
-        obstacles = await rewrite_tables(writer, TABLES, db.limits.lock_wait) if is_deleted else []
+        is_deleted = await retried(lambda: executor.run_sync(delete, commit=True), writes=True)
+        obstacles = (
+            await rewrite_tables(executor, TABLES, db.limits.lock_wait) if is_deleted else []
+        )
     finally:
-        await writer.close()
+        await executor.close()
         if attempts and has_ended:
             # Another run at the same time may have deleted nothing, and replaced the mark.
             await imports.complete_migration(source_is_erased=True)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass
 from functools import partial
 
-from adk_secure_sessions.audit import add_facts, command
+from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import datetime_of
@@ -52,20 +52,22 @@ class Export(Result):
         seconds: How long the run took.
     """
 
-    sessions: int = counter("session", "exported as plaintext", always=True)
-    events: int = counter("event", "exported as plaintext", always=True)
+    sessions: int = counter("session", "exported as plaintext", shows_zero=True)
+    events: int = counter("event", "exported as plaintext", shows_zero=True)
     unchanged: int = counter("session", "already in the target, with equal content")
     states: int = 0
-    bad: int = counter("item", "not exported", wrong=True)
+    bad: int = counter("item", "not exported", is_failure=True)
     stopped: bool = False
     verified: int | None = counter("session", "compared", default=None)
-    different: int = counter("item", "different in the target", wrong=True)
-    only_in_target: int | None = counter("session", "only in the target", wrong=True, default=None)
+    different: int = counter("item", "different in the target", is_failure=True)
+    only_in_target: int | None = counter(
+        "session", "only in the target", is_failure=True, default=None
+    )
     findings: tuple[Finding, ...] = listing("bad", "different")
     seconds: float = 0.0
 
 
-@command
+@audited_command
 async def export_to_adk(
     db: Database,
     target: AdkTarget,
@@ -93,7 +95,7 @@ async def export_to_adk(
     return await run.run(write, progress, passes=2 if verify else 1)
 
 
-@command
+@audited_command
 async def export_lines(
     db: Database,
     write: Callable[[bytes], object],

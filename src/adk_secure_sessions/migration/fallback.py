@@ -143,7 +143,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         await self._service.prepare_tables()
         await self._prepare_source()
 
-    @audit.accessed("session.create", _service_of)
+    @audit.audited_access("session.create", _service_of)
     async def create_session(
         self,
         *,
@@ -171,7 +171,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             expires_after=expires_after,
         )
 
-    @audit.accessed("session.read", _service_of)
+    @audit.audited_access("session.read", _service_of)
     async def get_session(
         self,
         *,
@@ -197,7 +197,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 return session
         return await get()
 
-    @audit.accessed("sessions.list", _service_of)
+    @audit.audited_access("sessions.list", _service_of)
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -211,13 +211,13 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if not await self._prepare_source():
             return await listing()
         # Read the source first.  If a session is copied after that, both listings contain it.
-        of_source = await self._sessions_of(app_name, user_id)
+        source_sessions = await self._sessions_of(app_name, user_id)
         users: set[str] = set()
         while True:
             copy_runs = self._state_copies
             response = await listing()
             new = {session.user_id for session in response.sessions}
-            new |= {session.user_id for session in of_source}
+            new |= {session.user_id for session in source_sessions}
             new -= users
             await self._copy_states(app_name, *new)
             # `migrate` copies states after sessions.  If a state was not copied when the database
@@ -226,20 +226,21 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 break
             users |= new
         known = {(session.app_name, session.user_id, session.id) for session in response.sessions}
-        left = [session for session in of_source if session.ids not in known]
+        left = [session for session in source_sessions if session.ids not in known]
         stored = {}
         for user in {session.user_id for session in left}:
             identity = await self._runner.identify(app_name, user)
             stored[user] = await self._runner.run(reads.GetStates(identity))
         response.sessions += [
-            _to_session(session, of_source[session], *stored[session.user_id]) for session in left
+            _to_session(session, source_sessions[session], *stored[session.user_id])
+            for session in left
         ]
         response.sessions.sort(
             key=lambda session: (session.last_update_time, session.user_id, session.id)
         )
         return response
 
-    @audit.accessed("session.delete", _service_of)
+    @audit.audited_access("session.delete", _service_of)
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session from the database.
 
@@ -255,7 +256,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             app_name=app_name, user_id=user_id, session_id=session_id
         )
 
-    @audit.accessed("user.read", _service_of)
+    @audit.audited_access("user.read", _service_of)
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, which is copied if it was not copied yet."""
         check_ids(app_name, user_id, "")
@@ -263,7 +264,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             await self._copy_states(app_name, user_id)
         return await self._service.get_user_state(app_name=app_name, user_id=user_id)
 
-    @audit.accessed("session.write", _service_of)
+    @audit.audited_access("session.write", _service_of)
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, encrypted, then apply it to `session`.
 

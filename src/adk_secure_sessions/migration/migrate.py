@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from adk_secure_sessions.audit import command
+from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
@@ -71,13 +71,13 @@ class Migration(Result):
         seconds: How long the run took.
     """
 
-    copied: int = counter("session", "copied", always=True, changes=True)
-    events: int = counter("event", "copied", always=True, changes=True)
-    states: int = counter("state", "copied", always=True, changes=True)
+    copied: int = counter("session", "copied", shows_zero=True, is_change=True)
+    events: int = counter("event", "copied", shows_zero=True, is_change=True)
+    states: int = counter("state", "copied", shows_zero=True, is_change=True)
     expired: int = counter("session", "of them have expired already, so no service returns them")
     unchanged: int = counter("session", "not changed in the source since they were copied")
-    conflicts: int = counter("item", "in conflict, and left unchanged", wrong=True)
-    bad: int = counter("item", "cannot be read, and not copied", wrong=True)
+    conflicts: int = counter("item", "in conflict, and left unchanged", is_failure=True)
+    bad: int = counter("item", "cannot be read, and not copied", is_failure=True)
     gone: int = counter("session", "copied before, and no longer in the source")
     behind: int = counter("session", "changed in the source during this run")
     deleted_gone: bool = False
@@ -97,7 +97,7 @@ class Migration(Result):
         return super().succeeded and not (self.stopped or gone)
 
 
-@command
+@audited_command
 async def migrate(
     source: Source,
     db: Database,
@@ -252,8 +252,7 @@ class _MigrationRun:
         The copy may then be the only one, and somebody may since have created another session with
         the same ids in the source.  Such a session must not replace the copy.
         """
-        is_only = self.source_is_erased
-        copy = await session_content(self.target, *item.ids) if is_only else None
+        copy = await session_content(self.target, *item.ids) if self.source_is_erased else None
         if copy is None:
             return True
         number = len(copy.events)
@@ -270,11 +269,11 @@ class _MigrationRun:
                     item.ids, item.content, replace=not self.source_is_erased
                 )
             elif self.scan.index_master is not None:
-                status = await self._expected(item, item.content)
+                status = await self._predict_import(item, item.content)
             self._report_if_conflict(item, status)
             self.result.states += status.is_due
 
-    async def _expected(self, item: StateItem, state: bytes) -> ImportStatus:
+    async def _predict_import(self, item: StateItem, state: bytes) -> ImportStatus:
         """Predict the result of `import_state`.  It compares states, not versions."""
         stored = await owner_state(self.target, *item.ids)
         if item.status is ImportStatus.NEW:

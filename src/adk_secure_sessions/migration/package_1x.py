@@ -127,8 +127,10 @@ class _Package1xQueries(AdkQueries):
         # The tables of releases before 1.1 are like those of google-adk's SqliteSessionService.
         self.kind = kind_of_adk(connection, set(), {column["name"]: column for column in found})
 
-    def content(self, session: SourceSession, row: Any, history: list[Row]) -> SessionContent:
-        decrypted = super().content(session, row, history)
+    def convert_session(
+        self, session: SourceSession, row: Any, history: list[Row]
+    ) -> SessionContent:
+        decrypted = super().convert_session(session, row, history)
         state = decrypted.state
         _, is_base64 = parse_envelope(row.state)
         if not is_base64:  # a release before 1.1

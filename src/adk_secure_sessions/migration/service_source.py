@@ -143,8 +143,8 @@ class ServiceSource(Source):
                 }
             session = await self._newest(listed)
             if session is not None:
-                of_app = json_text.split_scopes(session.state).app
-                yield {(app_name,): try_convert(encoded_state, of_app)}
+                app_state = json_text.split_scopes(session.state).app
+                yield {(app_name,): try_convert(encoded_state, app_state)}
 
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]

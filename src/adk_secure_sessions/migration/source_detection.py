@@ -96,8 +96,8 @@ async def open_source(
             raise ConfigurationError(
                 "the source, of this package, has no local times: omit --from-time-zone (time_zone)"
             )
-        writer, others = backends_for(backends or [DEFAULT], keys)
-        return EncryptedSource(Database(db_url, writer, others, key_db_url=key_db_url))
+        backend, others = backends_for(backends or [DEFAULT], keys)
+        return EncryptedSource(Database(db_url, backend, others, key_db_url=key_db_url))
     if has_keys or backends or key_db_url is not None:
         raise ConfigurationError(
             "the source is not encrypted: omit the keys, backends and key database of the source"

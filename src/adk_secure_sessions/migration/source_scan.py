@@ -86,7 +86,7 @@ class SourceScan:
         # Versions that were listed but had no content when they were read.  If such a version is
         # listed again, for example by a replica that lagged behind, it has not been visited.
         self._unread: set[SourceSession] = set()
-        self._gone_candidates: dict[bytes, int] = {}
+        self._unseen_copies: dict[bytes, int] = {}
         # The apps whose copies may be gone.  The copies of other apps are those of another source.
         self._app_names = {self.selection.app_name} - {None}
         # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
@@ -141,8 +141,8 @@ class SourceScan:
         await self._find_unseen_copies()
         async for listed in self._listed():
             for session in listed:
-                if self._gone_candidates:
-                    self._gone_candidates.pop(self.tag(session.ids), None)
+                if self._unseen_copies:
+                    self._unseen_copies.pop(self.tag(session.ids), None)
                 if not self.has_visited(session):
                     yield session
 
@@ -161,7 +161,7 @@ class SourceScan:
         has_apps = bool(self._app_names)
         if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
             return
-        for tag, row in self._gone_candidates.items():
+        for tag, row in self._unseen_copies.items():
             for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids_or_error, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
@@ -191,7 +191,7 @@ class SourceScan:
                 # SQLite stores any type in any column, so a modified tag may have another type.
                 known = tag if isinstance(tag, bytes) else b""
                 if (known,) not in self._tags:
-                    self._gone_candidates[known] = row
+                    self._unseen_copies[known] = row
 
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index_master is None:
