@@ -37,7 +37,7 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import key_operations, meta
-from adk_secure_sessions.storage.pages import Span, grouped, pages
+from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.schema import (
     SEALED,
     SealedTable,
@@ -53,7 +53,7 @@ from adk_secure_sessions.storage.schema import (
 _APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
 # One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
 # A record larger than `_GROUP_BYTES` is a group of its own.
-_GROUP_SIZE = 64
+_GROUP_SIZE = 200
 _GROUP_BYTES = 4 * 1024 * 1024
 _SIZES = 1000  # how many pairs (primary key, length of the record) one statement reads
 
@@ -135,15 +135,15 @@ async def rotate_data(
 
 
 class _EncryptedRecord(NamedTuple):
-    """A stored record, still encrypted: its column, its row, and the ids for its context."""
+    """A stored record, still encrypted: its table, its row, and the ids for its context."""
 
-    column: SealedTable[Any]
+    table: SealedTable[Any]
     row: Any
     ids: Sequence[str]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.column.key_of(self.row)
+        return self.table.key_of(self.row)
 
     @property
     def stored(self) -> Any:  # bytes, or any other type in a modified row of SQLite
@@ -156,34 +156,36 @@ class _EncryptedRecord(NamedTuple):
 
 
 async def _records_of_owner(
-    db: Database, keys: TransactionKeys, table: sa.Table, row: OwnerRow
+    db: Database, keys: TransactionKeys, table: SealedTable[Any], row: OwnerRow
 ) -> list[_EncryptedRecord] | None:
     """Return the records of the row and the version witness of an app or user.
 
     *keys* are the owner's data keys.  Also make the newest key that the row names the current one
     of *keys*.  Return None if the row does not exist any more.
     """
-    column = _APPS if table is apps else _USERS
-    listed = await _read_by_keys(db, column, [(row.id,)])
+    listed = await _read_by_keys(db, table, [(row.id,)])
     if not listed:
         return None
     (stored,) = listed
     with locating_errors(table.name, row.id):
         ids = (app_name_of(row.app_name),)
-        plaintext = keys.open(stored.tag, column.context(ids, stored), stored.state)
-        if table is users:
+        plaintext = keys.open(stored.tag, table.context(ids, stored), stored.state)
+        if table is _USERS:
             _, plaintext = split_id(plaintext)
         _, key_ids, _ = split_owner(plaintext)
         keys.choose_current(stored.tag, key_ids)
-    return [_EncryptedRecord(column, stored, ids), *await _witness_records(db, ids, [stored.tag])]
+    return [
+        _EncryptedRecord(table, stored, ids),
+        *await _witness_records(db, ids, [stored.tag]),
+    ]
 
 
 async def _records_of_sessions(
-    db: Database, app_name: str, user_row: int, current: bytes, problems: Problems
+    db: Database, app_name: str, user_row: int, wanted_header: bytes, problems: Problems
 ) -> AsyncIterator[list[_EncryptedRecord]]:
     """Yield the records of a user's sessions in groups, each session before its events.
 
-    Snapshots and events whose header is *current* are skipped.
+    Snapshots and events whose header is *wanted_header* are skipped.
     """
     async for page in scan_sessions_of_user(db, user_row):
         ids_of: dict[int, Sequence[str]] = {}
@@ -200,16 +202,16 @@ async def _records_of_sessions(
             continue
         # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
         span = Span(records[0].row.id - 1, records[-1].row.id)
-        parameters = {**span.parameters, "user_row": user_row, "current": current}
-        for column in (_SNAPSHOTS, _EVENTS):
-            query = _select_keys_under_other_headers(column)
-            read, key = db.runner.read, column.key
+        parameters = {**span.parameters, "user_row": user_row, "wanted_header": wanted_header}
+        for table in (_SNAPSHOTS, _EVENTS):
+            query = _select_keys_under_other_headers(table)
+            read, key = db.runner.read, table.key
             async for sized in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
                 known = [row for row in sized if row[0] in ids_of]
                 for group in grouped(known, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [row[:-1] for row in group]
-                    rows = await _read_by_keys(db, column, keys)
-                    yield [_EncryptedRecord(column, row, ids_of[row[0]]) for row in rows]
+                    rows = await _read_by_keys(db, table, keys)
+                    yield [_EncryptedRecord(table, row, ids_of[row[0]]) for row in rows]
 
 
 async def _witness_records(
@@ -220,21 +222,10 @@ async def _witness_records(
 
 
 async def _read_by_keys(
-    db: Database, column: SealedTable[Any], keys: Sequence[tuple[Any, ...]]
+    db: Database, table: SealedTable[Any], keys: Iterable[tuple[Any, ...]]
 ) -> list[Any]:
-    rows: list[Any] = []
-    for start in range(0, len(keys), _GROUP_SIZE):
-        part = list(keys[start : start + _GROUP_SIZE])
-        # The statement always has `_GROUP_SIZE` keys, so repeat the first key.
-        part += part[:1] * (_GROUP_SIZE - len(part))
-        parameters = {
-            f"k{number}_{position}": value
-            for number, key in enumerate(part)
-            for position, value in enumerate(key)
-        }
-        stored = await db.runner.read(_select_by_keys(column), parameters)
-        rows += [column.row_type(*row) for row in stored]
-    return rows
+    rows = await rows_where(db.runner.read, _ROWS[table], table.key, keys)
+    return [table.row_type(*row) for row in rows]
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -268,8 +259,8 @@ class DataRotationRun(RotationRun):
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.reencrypted
-        for table in (apps, users):
-            async for page in scan_owners(self._db, table):
+        for table in (_APPS, _USERS):
+            async for page in scan_owners(self._db, table.table):
                 for row in page:
                     try:
                         await self._rotate_owner(table, row)
@@ -278,12 +269,12 @@ class DataRotationRun(RotationRun):
                 await self._reject_other_rotation()
         return self.result.reencrypted > before
 
-    async def _rotate_owner(self, table: sa.Table, row: OwnerRow) -> None:
+    async def _rotate_owner(self, table: SealedTable[Any], row: OwnerRow) -> None:
         with locating_errors(table.name, row.id):
             tag = require_bytes(row.tag)
             app_name = app_name_of(row.app_name)
         if not self._dry_run:
-            await self._renew_key(app_name, tag, of_user=table is users)
+            await self._renew_key(app_name, tag, of_user=table is _USERS)
         keys = await self._db.runner.load_data_keys(tag)
         try:
             records = await _records_of_owner(self._db, keys, table, row)
@@ -296,13 +287,13 @@ class DataRotationRun(RotationRun):
             return  # a rotation for another backend has replaced the new key: `_count_left` counts
         wanted_header = self._wanted_header(keys, tag)
         await self._reencrypt(keys, tag, wanted_header, records)
-        if table is apps:
+        if table is _APPS:
             return
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
         # key older than that of the session, so events appended later use the new data key.
-        current = build_header(*wanted_header) if wanted_header else b""
+        wanted_header_bytes = build_header(*wanted_header) if wanted_header else b""
         async for records in _records_of_sessions(
-            self._db, app_name, row.id, current, self._problems
+            self._db, app_name, row.id, wanted_header_bytes, self._problems
         ):
             await self._reencrypt(keys, tag, wanted_header, records)
 
@@ -350,33 +341,33 @@ class DataRotationRun(RotationRun):
         # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
         old: list[tuple[_EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
         for record in records:
-            column = record.column
+            table = record.table
             try:
-                with locating_errors(column.name, record.name):
+                with locating_errors(table.name, record.name):
                     if (
                         wanted_header is None
                         or parse_header_or_none(record.stored) != wanted_header
                     ):
-                        context = column.context(record.ids, record.row)
-                        plaintext = _decrypt(keys, owner_tag, context, column, record.stored)
+                        context = table.context(record.ids, record.row)
+                        plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
                         old.append((record, context, plaintext))
             except ROW_ERRORS as error:
                 if not await self._has_newer_key(error, owner_tag, record):
-                    self._problems.add_error(error, column.name, record.name)
+                    self._problems.add_error(error, table.name, record.name)
         if self._dry_run or not old:
             self.result.reencrypted += len(old)
             return
         changes: _Replacements = {}
         for record, context, plaintext in old:
             sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
-            again = partial(_decrypt, keys, owner_tag, context, record.column, sealed)
-            require_same(record.column.name, record.name, plaintext, again)
-            changes.setdefault(record.column, []).append((record, sealed))
+            decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
+            require_same(record.table.name, record.name, plaintext, decrypt_new)
+            changes.setdefault(record.table, []).append((record, sealed))
         await self._db.runner.run_on_data(partial(_replace, changes))
-        for column, replaced in changes.items():
+        for table, replaced in changes.items():
             new = {record.key: sealed for record, sealed in replaced}
-            for row in await _read_by_keys(self._db, column, list(new)):
-                self.result.reencrypted += row[-1] == new[column.key_of(row)]
+            for row in await _read_by_keys(self._db, table, new):
+                self.result.reencrypted += row[-1] == new[table.key_of(row)]
 
     async def _has_newer_key(
         self, error: Exception, owner_tag: bytes, record: _EncryptedRecord
@@ -387,7 +378,7 @@ class DataRotationRun(RotationRun):
         Return False if the key cannot be unwrapped: an attacker may have inserted its row.
         """
         # If the error names a row of `secure_data_keys`, this row was read, and rejected.
-        if not isinstance(error, UnknownKeyError) or error.table != record.column.name:
+        if not isinstance(error, UnknownKeyError) or error.table != record.table.name:
             return False
         keys = await self._db.runner.load_data_keys(owner_tag)
         try:
@@ -399,69 +390,62 @@ class DataRotationRun(RotationRun):
     async def _count_left(self) -> int:
         if self._dry_run:
             return 0
-        writer = self._db.runner.backends.writing.backend_id
+        writing_backend_id = self._db.runner.backends.writing.backend_id
         left: Counter[str] = Counter()
         keyring = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)
         for records in counts:
-            newest = records.newest if records.backend_id == writer else 0
+            newest = records.newest if records.backend_id == writing_backend_id else 0
             left[records.table] += records.rows - newest
         self.result.left_in = tuple((+left).items())
         return left.total()
 
 
 def _decrypt(
-    keys: TransactionKeys, owner: bytes, context: bytes, column: SealedTable[Any], stored: bytes
+    keys: TransactionKeys,
+    owner: bytes,
+    context: bytes,
+    table: SealedTable[Any],
+    stored: bytes,
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
-    unpack_with = reject_flags if column.table is witnesses else keep_packed
+    unpack_with = reject_flags if table.table is witnesses else keep_packed
     return keys.open_with_flags(owner, context, stored, unpack_with)
 
 
-# The records to replace and the new ones, by column.
+# The records to replace and the new ones, by table.
 _Replacements = dict[SealedTable[Any], list[tuple[_EncryptedRecord, bytes]]]
 
 
 def _replace(changes: _Replacements, connection: sa.Connection) -> None:
-    for column, replaced in changes.items():
+    for table, replaced in changes.items():
         parameters = []
         for record, sealed in replaced:
             values = {f"at_{number}": value for number, value in enumerate(record.key)}
-            version, header = column.version_of(record.row), record.stored[:HEADER_LENGTH]
+            version, header = table.version_of(record.row), record.stored[:HEADER_LENGTH]
             parameters.append({**values, "at_version": version, "at_header": header, "new": sealed})
-        connection.execute(_replace_if_unchanged(column), parameters)
+        connection.execute(_replace_if_unchanged(table), parameters)
+
+
+_ROWS = {table: sa.select(*table.table.c) for table in SEALED}
 
 
 @functools.cache
-def _select_by_keys(column: SealedTable[Any]) -> sa.Select[Any]:
-    wanted = [
-        sa.and_(
-            *(
-                part == sa.bindparam(f"k{number}_{position}", type_=part.type)
-                for position, part in enumerate(column.key)
-            )
-        )
-        for number in range(_GROUP_SIZE)
-    ]
-    return sa.select(*column.table.c).where(sa.or_(*wanted))
-
-
-@functools.cache
-def _select_keys_under_other_headers(column: SealedTable[Any]) -> sa.Select[Any]:
-    """Select the primary keys and lengths of a user's records whose header is not `current`."""
+def _select_keys_under_other_headers(table: SealedTable[Any]) -> sa.Select[Any]:
+    """Select the primary keys and lengths of a user's records without `wanted_header`."""
     return (
-        sa.select(*column.key, sa.func.length(column.value))
-        .select_from(column.table.join(sessions, sessions.c.id == column.key[0]))
+        sa.select(*table.key, sa.func.length(table.value))
+        .select_from(table.table.join(sessions, sessions.c.id == table.key[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
             *Span(0, 0).conditions(sessions.c.id),
-            header_column(column.value) != sa.bindparam("current", type_=sa.LargeBinary),
+            header_column(table.value) != sa.bindparam("wanted_header", type_=sa.LargeBinary),
         )
     )
 
 
 @functools.cache
-def _replace_if_unchanged(column: SealedTable[Any]) -> sa.Update:
+def _replace_if_unchanged(table: SealedTable[Any]) -> sa.Update:
     """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
     The statement compares the row's version, if it has one, and the record's header, which names
@@ -471,11 +455,11 @@ def _replace_if_unchanged(column: SealedTable[Any]) -> sa.Update:
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)
-        for number, part in enumerate(column.key)
+        for number, part in enumerate(table.key)
     ]
-    if column.version is not None:
-        conditions.append(column.version == sa.bindparam("at_version"))
+    if table.version is not None:
+        conditions.append(table.version == sa.bindparam("at_version"))
     at_header = sa.bindparam("at_header", type_=sa.LargeBinary)
-    conditions.append(header_column(column.value) == at_header)
-    new = sa.bindparam("new", type_=column.value.type)
-    return sa.update(column.table).where(*conditions).values({column.value: new})
+    conditions.append(header_column(table.value) == at_header)
+    new = sa.bindparam("new", type_=table.value.type)
+    return sa.update(table.table).where(*conditions).values({table.value: new})

@@ -1,6 +1,7 @@
 """Walk over tables in pages by a unique key, and divide items into groups of bounded size."""
 
 import functools
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,12 +73,16 @@ async def pages(
 
 
 async def rows_where(
-    read: Reader, query: sa.Select[Any], column: Key, values: Iterable[object]
+    read: Reader, query: sa.Select[Any], key: Key | tuple[Key, ...], values: Iterable[Any]
 ) -> list[Row]:
-    """Return the rows of *query*, a constant or cached, whose *column* has one of *values*."""
+    """Return the rows of *query*, a constant or cached, whose *key* has one of *values*.
+
+    If *key* is a tuple of columns, each value is a tuple.
+    """
     rows: list[Row] = []
     for part in sql.padded_chunks(values):
-        rows += await read(_where(query, column, len(part)), sql.list_parameters(part))
+        flat = list(itertools.chain.from_iterable(part)) if isinstance(key, tuple) else part
+        rows += await read(_where(query, key, len(part)), sql.list_parameters(flat))
     return rows
 
 
@@ -131,8 +136,16 @@ def _within(query: sa.Select[Any], key: Key, has_limits: Span) -> sa.Select[Any]
 
 
 @functools.cache
-def _where(query: sa.Select[Any], column: Key, number: int) -> sa.Select[Any]:
-    return query.where(sql.is_one_of(column, number))
+def _where(query: sa.Select[Any], key: Key | tuple[Key, ...], number: int) -> sa.Select[Any]:
+    if not isinstance(key, tuple):
+        return query.where(sql.is_one_of(key, number))
+    # For a list of tuples, SQLite would scan the whole table.
+    positions = itertools.count()
+    alternatives = [
+        sa.and_(*(part == sa.bindparam(f"v{next(positions)}", type_=part.type) for part in key))
+        for _ in range(number)
+    ]
+    return query.where(sa.or_(*alternatives))
 
 
 @functools.cache
