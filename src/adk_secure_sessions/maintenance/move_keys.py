@@ -29,7 +29,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor, Parameters, Row, retried
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import MasterKeyRow, open_keyring
+from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow, open_keyring
 from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
@@ -117,11 +117,10 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     if not db.runner.executors.has_key_database:
         raise ConfigurationError("give the key database: pass it as key_db_url (--key-db)")
     db.require_files(of_keys=to == "db")
-    move = _Move(db, to, progress)
-    moved = await move.transfer()
+    moved = await _Move(db, to, progress).transfer()
     await db.close()  # the next call opens the database with its keys in the new place
     db.use_keys(in_key_database=to == "key-db")
-    if move.has_audit_table:
+    if audit_records.name in (await db.survey()).feature_tables:
         await db.keyring()  # store in the audit trail that this command has run
     return moved
 
@@ -133,33 +132,43 @@ class _Side(NamedTuple):
     change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
 
 
+class _MoveState(NamedTuple):
+    """What the two databases contain; *is_switched* says that the keys in the target are valid."""
+
+    source: Survey
+    target: Survey
+    is_switched: bool
+    keyring: Keyring
+
+    def authenticated(self, features: frozenset[str]) -> str:
+        return features_with_mac(self.keyring.index_master, self.keyring.database_id, features)
+
+
 class _Move:
-    """One run of `move_keys`; `_survey_and_check` sets what it has found in the two databases."""
+    """One run of `move_keys`."""
 
     def __init__(self, db: Database, to: KeyPlace, progress: Progress | None) -> None:
         self._db = db
         self._progress = progress
-        self._run = secrets.token_hex(16)
-        self._data = _Side("db", db.runner.executors.data, db.runner.read, db.runner.run_on_data)
-        self._keys = _Side(
-            "key-db", db.runner.executors.key_tables, db.runner.read_keys, db.runner.run_on_keys
-        )
-        sides = (self._data, self._keys)
-        self._source, self._target = sides if to == "key-db" else sides[::-1]
-        self.has_audit_table: bool = False
+        self._run_id = secrets.token_hex(16)
+        runner = db.runner
+        data = _Side("db", runner.executors.data, runner.read, runner.run_on_data)
+        keys = _Side("key-db", runner.executors.key_tables, runner.read_keys, runner.run_on_keys)
+        self._to_key_db = to == "key-db"
+        self._source, self._target = (data, keys) if self._to_key_db else (keys, data)
 
     async def transfer(self) -> KeyMove:
         """Do the steps of this module that are not done yet, and return the result."""
-        await self._survey_and_check()
-        has_begun = self._is_switched or FeatureName.MOVING in self._surveys[0].features
-        for side, survey in zip((self._source, self._target), self._surveys, strict=True):
+        state = await self._survey_and_check()
+        has_begun = state.is_switched or FeatureName.MOVING in state.source.features
+        for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
                 await side.change(partial(self._claim, survey.meta_rows))
-        if not self._is_switched:
-            await self._copy(*self._surveys)
-            await self._data.change(self._switch)
-            await self._survey_and_check()
-        source, target = self._surveys
+        if not state.is_switched:
+            await self._park_and_copy(state)
+            await self._db.runner.run_on_data(self._switch)
+            state = await self._survey_and_check()
+        source, target = state.source, state.target
         copy = await _fingerprint(self._target)
         if source.keyring and await _fingerprint(self._source) != copy:
             raise ConfigurationError(_IN_USE)
@@ -167,72 +176,66 @@ class _Move:
             table for table in (keyring, data_keys) if table.name not in source.missing_tables
         ]
         if source.format_version is not None:
-            await self._source.change(partial(self._delete, tables, copy))
+            await self._source.change(partial(self._delete_source_keys, tables, copy))
         obstacles = await rewrite_tables(self._source.executor, tables, self._db.limits.lock_wait)
-        features = self._authenticated(target.features - {FeatureName.MOVING})
+        features = state.authenticated(target.features - {FeatureName.MOVING})
         await self._target.change(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)
         )
         to, cleared = self._target.name, not obstacles
         return KeyMove(to, *copy[:2], has_begun, cleared, tuple(obstacles))
 
-    async def _survey_and_check(self) -> None:
+    async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_each()
-        await retried(lambda: self._keys.executor.run_sync(_reject_in_memory, commit=False))
+        executors, backends = self._db.runner.executors, self._db.runner.backends
+        await retried(lambda: executors.key_tables.run_sync(_reject_in_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
-        now = await retried(lambda: survey_database(self._data.executor))
+        now = await retried(lambda: survey_database(executors.data))
         if now.table_set is not data.table_set:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
-        self.has_audit_table = audit_records.name in data.feature_tables
-        is_in_keys = data.table_set is TableSet.DATA
-        require_usable(data, TableSet.DATA if is_in_keys else TableSet.ALL, create_tables=True)
+        is_in_key_db = data.table_set is TableSet.DATA
+        require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
         if data.database_id is None:
             raise ConfigurationError(
                 "this database holds no encrypted sessions yet: to create it with a key database, "
                 "use `adk-secure-sessions init`"
             )
         require_usable(keys, TableSet.KEYS, create_tables=True)
-        if is_in_keys:
+        if is_in_key_db:
             require_same_database(data, keys)
         elif keys.database_id not in (None, data.database_id):
             raise ConfigurationError(
                 "the key database belongs to another database: give an empty key database"
             )
-        source, target = (data, keys) if self._source is self._data else (keys, data)
-        self._surveys = (source, target)
-        self._is_switched = is_in_keys == (self._target is self._keys)
-        holder = target if self._is_switched else source
-        await self._open_keyring_of(holder)
+        source, target = (data, keys) if self._to_key_db else (keys, data)
+        is_switched = is_in_key_db == self._to_key_db
+        holder = target if is_switched else source  # has the valid keys
+        masters = [_unparked(row) for row in holder.keyring]
+        root_key_id = backends.writing.root_key.key_id
+        opened = await open_keyring(masters, backends.roots, root_key_id, holder.existing_id)
+        check_features(holder, opened)
         holder.reject_unfinished(FeatureName.SEPARATING)
-        if FeatureName.MOVING in holder.features and _is_parked(holder) == self._is_switched:
+        if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
             raise _unfinished_opposite(self._source.name)
+        state = _MoveState(source, target, is_switched, opened)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
-        if not self._is_switched:
-            await self._check_target(source, target)
+        if not is_switched:
+            await self._check_target(state)
         elif source.keyring and not _is_parked(source):
             raise ConfigurationError(_IN_USE)
+        return state
 
-    async def _open_keyring_of(self, holder: Survey) -> None:
-        """Unwrap the keyring with the valid keys, and authenticate the features."""
-        rows = [_unparked(row) for row in holder.keyring]
-        backends = self._db.runner.backends
-        writer = backends.writing.root_key.key_id
-        self._keyring = await open_keyring(rows, backends.roots, writer, holder.existing_id)
-        check_features(holder, self._keyring)
-
-    def _authenticated(self, features: frozenset[str]) -> str:
-        return features_with_mac(self._keyring.index_master, self._keyring.database_id, features)
-
-    async def _check_target(self, source: Survey, target: Survey) -> None:
+    async def _check_target(self, state: _MoveState) -> None:
         """Reject a target with keys, unless they are those of an unfinished move to it.
 
         The move overwrites the keys in the target.  So each of them must also be in the source.
         """
+        source, target = state.source, state.target
         reject_wrapper(source, "move-keys")
-        if self._target is self._keys and target.database_id is not None:
-            check_features(target, self._keyring)
+        if self._to_key_db and target.database_id is not None:
+            check_features(target, state.keyring)
             if FeatureName.MOVING not in target.features:
                 raise ConfigurationError(_IN_USE)
             if _is_parked(target):
@@ -249,22 +252,23 @@ class _Move:
         if is_newer:
             raise ConfigurationError(_IN_USE)
 
-    async def _copy(self, source: Survey, target: Survey) -> None:
+    async def _park_and_copy(self, state: _MoveState) -> None:
+        source = state.source
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source)
-        moving = self._authenticated(source.features | {FeatureName.MOVING})
+        moving = state.authenticated(source.features | {FeatureName.MOVING})
         await self._source.change(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
-        meta_rows |= {meta.FEATURES: moving, meta.MOVE: self._run}
-        if self._target is self._keys:
+        meta_rows |= {meta.FEATURES: moving, meta.MOVE: self._run_id}
+        if self._to_key_db:
             meta_rows[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.keyring]
-        await self._target.change(partial(self._prepare, target, meta_rows, masters))
+        await self._target.change(partial(self._create_target, state.target, meta_rows, masters))
         meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
-            await self._target.change(partial(self._insert, rows))
+            await self._target.change(partial(self._insert_data_keys, rows))
             await meter.advance(len(rows))
         meter.finish()
         if await _fingerprint(self._source) != await _fingerprint(self._target):
@@ -278,11 +282,11 @@ class _Move:
         clusters.claim(connection, _CLAIM)
         if meta.read_all(connection, lock=True) | {meta.MOVE: ""} != expected | {meta.MOVE: ""}:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
-        meta.put(connection, meta.MOVE, self._run)
+        meta.put(connection, meta.MOVE, self._run_id)
 
-    def _require_run(self, connection: sa.Connection) -> None:
+    def _require_own_run(self, connection: sa.Connection) -> None:
         clusters.claim(connection, _CLAIM)
-        if meta.read(connection, meta.MOVE, lock=True) != self._run:
+        if meta.read(connection, meta.MOVE, lock=True) != self._run_id:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
 
     def _lock_keys(self, connection: sa.Connection) -> None:
@@ -297,7 +301,7 @@ class _Move:
     def _park_source(self, source: Survey, moving: str, connection: sa.Connection) -> None:
         """Park the master keys, and store *moving*, the features with the feature `moving`."""
         self._lock_keys(connection)
-        self._require_run(connection)
+        self._require_own_run(connection)
         if meta.read(connection, meta.FEATURES) == moving:
             return
         stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
@@ -306,7 +310,7 @@ class _Move:
             raise SecureSessionError(_CHANGED, retryable=True)
         connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
 
-    def _prepare(
+    def _create_target(
         self,
         expected: Survey,
         meta_rows: dict[str, str],
@@ -318,42 +322,43 @@ class _Move:
         with dialect_of(connection).exclusively(connection):
             is_new = expected.format_version is None
             survey = take_survey(connection)
-            if is_new and survey.has_rows and survey.meta_rows.get(meta.MOVE) != self._run:
+            if is_new and survey.has_rows and survey.meta_rows.get(meta.MOVE) != self._run_id:
                 raise SecureSessionError(_CHANGED, retryable=True)
             metadata.create_all(connection, tables=TableSet.KEYS.tables)
             if not is_new:
-                self._require_run(connection)
+                self._require_own_run(connection)
             for table in (data_keys, keyring):
                 connection.execute(sa.delete(table))
             for name, value in meta_rows.items():
                 meta.put(connection, name, value)
             connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
 
-    def _insert(self, rows: list[DataKeyRow], connection: sa.Connection) -> None:
+    def _insert_data_keys(self, rows: list[DataKeyRow], connection: sa.Connection) -> None:
         """Store a batch of data keys, in place of any rows with the same ids."""
-        self._require_run(connection)
+        self._require_own_run(connection)
         ids = [row.id for row in rows]
         connection.execute(sa.delete(data_keys).where(data_keys.c.id.in_(ids)))
         connection.execute(sa.insert(data_keys), [row._asdict() for row in rows])
 
     def _switch(self, connection: sa.Connection) -> None:
-        self._require_run(connection)
-        holds = TableSet.DATA if self._target is self._keys else TableSet.ALL
+        """Make the keys in the target the valid ones; the text says so in the data database."""
+        self._require_own_run(connection)
+        holds = TableSet.DATA if self._to_key_db else TableSet.ALL
         meta.put(connection, meta.HOLDS, holds.value)
 
-    def _delete(
+    def _delete_source_keys(
         self, tables: list[sa.Table], copy: tuple[int, int, str], connection: sa.Connection
     ) -> None:
         """Delete the keys in the source, and in a key database also all texts of `secure_meta`."""
         if tables:
             self._lock_keys(connection)
             if any(connection.execute(sa.select(table.c.id).limit(1)).first() for table in tables):
-                self._require_run(connection)
+                self._require_own_run(connection)
                 deleted = [connection.execute(sa.delete(table)).rowcount for table in tables]
                 # If the numbers differ, another process has stored a key since the comparison.
                 if deleted != list(copy[:2]):
                     raise SecureSessionError(_CHANGED, retryable=True)
-        if self._source is self._keys:
+        if not self._to_key_db:
             meta.remove_all(connection)
         for name in (meta.FEATURES, meta.MIGRATION_MARK, meta.MOVE):
             meta.put(connection, name, None)
@@ -361,7 +366,7 @@ class _Move:
     def _release_target(self, old: str, new: str, connection: sa.Connection) -> None:
         """Replace the features *old* of the target by *new*, and delete the id of the run."""
         if meta.read(connection, meta.FEATURES) != new:
-            self._require_run(connection)
+            self._require_own_run(connection)
         if not meta.swap(connection, meta.FEATURES, old, new):
             raise SecureSessionError(_CHANGED, retryable=True)
         meta.put(connection, meta.MOVE, None)
