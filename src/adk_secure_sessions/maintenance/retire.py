@@ -198,46 +198,31 @@ async def _retire_data_keys(
     named_ids, decrypted_headers = decrypted
     has_key_database = db.runner.executors.has_key_database
 
-    def delete_unused(connection: sa.Connection) -> _KeyDecision[DataKeyRow]:
-        """Delete the unused keys; only find them in a dry run or with a key database."""
-        dialect_of(connection).see_what_is_committed(connection)
-
-        def locked(query: sa.Select[Any]) -> list[Any]:
-            return list(connection.execute(query if dry_run else query.with_for_update()))
-
-        # The lock on the owner's row waits for open transactions that add a session of the owner.
-        queries = (sa.select(table.c.id).where(table.c.tag == owner_tag) for table in (apps, users))
-        app, user = (next((row.id for row in locked(query)), None) for query in queries)
-        is_unchanged, remaining = not (app is None and user is None), rows
-        if not has_key_database:
-            # This lock waits for services that have locked a key because they write with it.
-            query = DATA_KEYS.where(data_keys.c.owner == owner_tag)
-            stored = {DataKeyRow(*row) for row in locked(query)}
-            # Another run of `retire` may have deleted keys, but nobody may have added or changed
-            # any.
-            is_unchanged &= stored <= set(rows)
-            remaining = [row for row in rows if row in stored]
-        headers = None
-        if is_unchanged:
-            headers = decrypted_headers | _count_headers(owner_tag, user, connection)
-        keys = _select_unused(remaining, named_ids, headers)
-        if keys.deletable and not has_key_database and not dry_run:
-            _delete_keys(keys.deletable, connection)
-        return keys
+    def decide_and_delete(connection: sa.Connection) -> _KeyDecision[DataKeyRow]:
+        """Find the unused keys; delete them, except in a dry run or with a key database."""
+        remaining, headers = _lock_and_count(
+            owner_tag, rows, dry_run, not has_key_database, connection
+        )
+        if headers is not None:
+            headers |= decrypted_headers
+        decision = _select_unused(remaining, named_ids, headers)
+        if decision.deletable and not has_key_database and not dry_run:
+            _delete_keys(decision.deletable, connection)
+        return decision
 
     change = partial(db.runner.run_on_data, commit=not dry_run)
     # With a key database, nothing is deleted yet: what an earlier attempt has found may be in use.
-    keys: _KeyDecision[DataKeyRow] = await run_deletion(
-        change, delete_unused, lambda found: has_key_database or len(found.deletable)
+    decision: _KeyDecision[DataKeyRow] = await run_deletion(
+        change, decide_and_delete, lambda found: has_key_database or len(found.deletable)
     )
-    if has_key_database and keys.deletable and not dry_run:
+    if has_key_database and decision.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.run_on_keys(partial(_delete_keys, keys.deletable))
-    return keys
+        await db.runner.run_on_keys(partial(_delete_keys, decision.deletable))
+    return decision
 
 
 async def _decrypt_owner(
@@ -245,7 +230,7 @@ async def _decrypt_owner(
 ) -> tuple[tuple[int, ...], key_operations.HeaderCounts] | None:
     """Decrypt all records of the owner, or raise one of `ROW_ERRORS`; return None if it is gone.
 
-    Return the ids of the data keys that its row names, and the number of records by header.
+    Return the ids of the data keys that its row names, and the numbers of records by header.
     """
     await db.runner.load_data_keys(owner_tag)  # if one needs a newer keyring, this reads it again
     keyring = await db.keyring()
@@ -267,6 +252,32 @@ async def _decrypt_owner(
                     headers += session_headers
                     await throttle.advance(session_headers.total())
     return checked.key_ids, headers
+
+
+def _lock_and_count(
+    tag: bytes, rows: list[DataKeyRow], dry_run: bool, has_keys: bool, connection: sa.Connection
+) -> tuple[list[DataKeyRow], key_operations.HeaderCounts | None]:
+    """Return which of *rows* are still stored, and the numbers of the owner's records by header.
+
+    The numbers are None if the row of the owner, whose tag is *tag*, was deleted, or if the data
+    keys have changed.  Without *has_keys*, another database has them: they are not read again.
+    """
+    dialect_of(connection).see_what_is_committed(connection)
+
+    def read(query: sa.Select[Any]) -> list[Any]:
+        return list(connection.execute(query if dry_run else query.with_for_update()))
+
+    # The lock on the owner's row waits for open transactions that add a session of the owner.
+    queries = (sa.select(table.c.id).where(table.c.tag == tag) for table in (apps, users))
+    app, user = (next((row.id for row in read(query)), None) for query in queries)
+    has_changed = app is None and user is None
+    if has_keys:
+        # This lock waits for services that have locked a key because they write with it.
+        stored = {DataKeyRow(*row) for row in read(DATA_KEYS.where(data_keys.c.owner == tag))}
+        # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
+        has_changed |= not stored <= set(rows)
+        rows = [row for row in rows if row in stored]
+    return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
 def _select_unused(
