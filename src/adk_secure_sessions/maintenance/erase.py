@@ -1,7 +1,6 @@
 """Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,14 +132,15 @@ async def erase_user(
     was_migrated = await db.runner.run_on_data(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
-    deletion = _Deletion(tag, dry_run, db.limits.ids_per_statement)
-    executors = db.runner.executors
+    headers: set[bytes] = set()
+    executors, size = db.runner.executors, db.limits.ids_per_statement
+    delete = partial(_delete_in_passes, tag, headers, size, dry_run)
     keys: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        work = partial(deletion.run, deletes_rows=False)
-        keys = await run_deletion(db.runner.run_on_keys, work, lambda counts: counts.total())
-    work = partial(deletion.run, deletes_keys=not executors.has_key_database)
-    rows = await run_deletion(db.runner.run_on_data, work, lambda counts: counts.total())
+        work = partial(delete, deletes_rows=False)
+        keys = await run_deletion(db.runner.run_on_keys, work, Counter.total)
+    work = partial(delete, deletes_keys=not executors.has_key_database)
+    rows = await run_deletion(db.runner.run_on_data, work, Counter.total)
     deleted = keys + rows
     obstacle = "nothing was deleted"
     if not dry_run:
@@ -167,74 +167,81 @@ async def erase_user(
 # --- deleting ------------------------------------------------------------------------------------
 
 
-class _Deletion:
-    """The deletion of all rows of the user with the tag *tag*; a dry run only counts them.
+def _delete_in_passes(
+    tag: bytes,
+    headers: set[bytes],
+    size: int,
+    dry_run: bool,
+    connection: sa.Connection,
+    *,
+    deletes_keys: bool = True,
+    deletes_rows: bool = True,
+) -> Counter[str]:
+    """Delete the user's rows in passes until no rows are left, and count them by table.
 
-    *row_ids_per_statement* is the maximum number of row ids in one statement.
+    *deletes_keys* and *deletes_rows* say whether to delete the data keys and the other rows.  A dry
+    run only counts them.
+
+    A service whose transaction began before this one may commit new rows during a pass.  The next
+    pass finds these rows, because each statement sees all rows that were committed before the
+    statement began.  Raise DatabaseError if rows are still there after `_MAX_PASSES` passes: a
+    trigger or a rule can undo a deletion without an error.
+    """
+    dialect = dialect_of(connection)
+    dialect.see_what_is_committed(connection)
+    user = _UserRows(tag, headers, size, connection)
+    if dry_run:
+        return user.run_pass(deletes_keys, deletes_rows, dry_run=True)
+    dialect.run_triggers_at_once(connection)
+    dialect.overwrite_deleted(connection)
+    deleted: Counter[str] = Counter()
+    for _ in range(_MAX_PASSES):
+        deleted += user.run_pass(deletes_keys, deletes_rows, dry_run=False)
+        if not user.run_pass(deletes_keys, deletes_rows, dry_run=True):
+            return deleted
+    raise DatabaseError(
+        "the database does not delete the rows of the user: remove triggers and rules of its "
+        "tables, and erase the user again"
+    )
+
+
+class _UserRows:
+    """The rows of the user with the tag *tag*, in one transaction.
+
+    *headers* are the record headers that name the user's data keys.  They identify the user's
+    records even if the user's row was removed or modified.  A pass that deletes the data keys adds
+    their headers.  *size* is the maximum number of row ids in one statement.
     """
 
-    def __init__(self, tag: bytes, dry_run: bool, row_ids_per_statement: int) -> None:
+    def __init__(
+        self, tag: bytes, headers: set[bytes], size: int, connection: sa.Connection
+    ) -> None:
         self._tag = tag
-        self._dry_run = dry_run
-        self._row_ids_per_statement = row_ids_per_statement
-        # The record headers that name the user's data keys.  They identify the user's records even
-        # if the user's row was removed or modified.
-        self._headers: set[bytes] = set()
-
-    def run(
-        self, connection: sa.Connection, *, deletes_keys: bool = True, deletes_rows: bool = True
-    ) -> Counter[str]:
-        """Delete rows in passes until no rows are left, and count them by table.
-
-        *deletes_keys* and *deletes_rows* say whether to delete the data keys and the other rows.
-
-        A service whose transaction began before this one may commit new rows during a pass.  The
-        next pass finds these rows, because each statement sees all rows that were committed before
-        the statement began.  Raise DatabaseError if rows are still there after `_MAX_PASSES`
-        passes: a trigger or a rule can undo a deletion without an error.
-        """
+        self._headers = headers
+        self._size = size
         self._connection, self._dialect = connection, dialect_of(connection)
-        self._deletes_keys, self._deletes_rows = deletes_keys, deletes_rows
         self._has_index = has_table(connection, indexed)
-        self._counts: Counter[str] = Counter()
-        self._users: set[int] = set()  # row ids
-        self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags
-        self._dialect.see_what_is_committed(connection)
-        if self._dry_run:
-            self._pass()
-            return self._counts
-        self._dialect.run_triggers_at_once(connection)
-        self._dialect.overwrite_deleted(connection)
-        for _ in range(_MAX_PASSES):
-            self._pass()
-            if not self._rows_left():
-                return self._counts
-        raise DatabaseError(
-            "the database does not delete the rows of the user: remove triggers and rules of its "
-            "tables, and erase the user again"
-        )
+        self._users: set[int] = set()  # row ids, of deleted rows too
+        self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags, of deleted rows too
+        self._has_deleted_user = False
 
-    def _pass(self) -> None:
-        if self._deletes_keys:
+    def run_pass(self, deletes_keys: bool, deletes_rows: bool, *, dry_run: bool) -> Counter[str]:
+        """Delete the rows that are found now, and count them by table; a dry run only counts."""
+        self._dry_run, self._counts = dry_run, Counter[str]()
+        if deletes_keys:
             self._require_keyring()
             c = data_keys.c
             query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
             for backend_id, key_id in self._connection.execute(query):
                 if backend_id in range(256):  # a header has one byte for the backend id
                     self._headers.add(build_header(backend_id, key_id))
-        if self._deletes_rows:
+        if deletes_rows:
             self._delete_rows()
-        if self._deletes_keys:
+        if deletes_keys:
             # This uses only the table of data keys.
             self._delete(data_keys, data_keys.c.owner == self._tag)
             self._require_keyring()  # the deletion may have waited for `move_keys`
-
-    def _rows_left(self) -> int:
-        """Return the number of rows that a pass would delete now."""
-        counting = copy(self)  # knows the same sets of users and sessions
-        counting._dry_run, counting._counts = True, Counter()
-        counting._pass()
-        return counting._counts.total()
+        return +self._counts
 
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
@@ -258,15 +265,16 @@ class _Deletion:
         locked = self._locked_sessions()
         self._sessions.update(locked)
         if self._dry_run:
-            locked = list(self._sessions)  # `_rows_left` also counts rows of deleted sessions
+            locked = list(self._sessions)  # also count rows of deleted sessions
         self._delete(users, users.c.id.in_(self._users))
+        self._has_deleted_user |= not self._dry_run and self._counts[users.name] > 0
         self._delete(witnesses, witnesses.c.tag == self._tag)
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
-        for start in range(0, len(locked), self._row_ids_per_statement):
-            ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
+        for start in range(0, len(locked), self._size):
+            ids, tags = zip(*locked[start : start + self._size], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
@@ -304,12 +312,11 @@ class _Deletion:
         # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(of_user)
         if not self._dry_run:
-            # From the second pass of `run` on, this transaction holds the lock on the user's row.
+            # From the second pass on, this transaction holds the lock on the user's row.
             # A service may have locked a session, and now wait for the user's row.  To wait for
             # this session would be a deadlock.  NOWAIT fails at once, while PostgreSQL takes a
             # second to detect the deadlock.
-            again = self._counts[users.name] > 0
-            nowait = again and not self._dialect.detects_deadlocks_at_once
+            nowait = self._has_deleted_user and not self._dialect.detects_deadlocks_at_once
             query = query.with_for_update(nowait=nowait)
         rows = self._connection.execute(query).all()
         self._counts[_COLLECTIONS] += sum(bool(is_collection) for *_, is_collection in rows)
