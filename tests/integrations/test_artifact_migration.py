@@ -238,6 +238,18 @@ async def test_reference_that_a_service_resolves_is_named_and_not_copied(
     ]
 
 
+async def test_artifact_that_a_service_lists_without_its_prefix_is_copied(
+    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+) -> None:
+    adk = FileArtifactService(root)
+    same_name = {**NOTE, "filename": "profile"}
+    await adk.save_artifact(**same_name, artifact=types.Part(text="of the session"))
+    source = ServiceArtifacts(adk, SESSIONS)
+    assert (await migrate(source, file_url, store, "copy")).copied == 4
+    assert await target.load_artifact(**PROFILE) == types.Part(text="")
+    assert await target.load_artifact(**same_name) == types.Part(text="of the session")
+
+
 async def test_service_whose_versions_are_incomplete_is_not_copied(
     file_url: str, store: Path
 ) -> None:

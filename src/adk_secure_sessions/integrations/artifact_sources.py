@@ -381,13 +381,21 @@ class ServiceArtifacts(ArtifactSource):
     def __init__(
         self, service: "BaseArtifactService", sessions: Iterable[tuple[str, str, str]]
     ) -> None:
+        from google.adk.artifacts import FileArtifactService
+
         self._service, self._sessions = service, list(sessions)
+        self._is_file_service = isinstance(service, FileArtifactService)
 
     async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         seen: set[tuple[str | None, ...]] = set()
         for app_name, user_id, session_id in self._sessions:
             ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id}
-            for filename in await _translate_errors(self._service.list_artifact_keys(**ids)):
+            names = set(await _translate_errors(self._service.list_artifact_keys(**ids)))
+            if self._is_file_service:
+                # It lists an artifact of the user that was saved without a session without `user:`,
+                # also if an artifact of the session has the same name.
+                names |= {USER_PREFIX + name.removeprefix(USER_PREFIX) for name in names}
+            for filename in sorted(names):
                 scope_id = None if filename.startswith(USER_PREFIX) else session_id
                 artifact_ids = ids | {"session_id": scope_id, "filename": filename}
                 if (key := tuple(artifact_ids.values())) not in seen:
@@ -408,8 +416,6 @@ class ServiceArtifacts(ArtifactSource):
     async def _convert(
         self, listed: "ArtifactVersion", load: "Awaitable[types.Part | None]"
     ) -> SourceVersion:
-        from google.adk.artifacts import FileArtifactService
-
         from adk_secure_sessions.integrations import artifacts
 
         mime_type = listed.mime_type
@@ -425,7 +431,7 @@ class ServiceArtifacts(ArtifactSource):
             reason = f"version {listed.version} has no readable content"
             raise ConversionError(reason) from None
         # A FileArtifactService lists no type for a text, and stores no references.
-        is_untyped = mime_type is None and isinstance(self._service, FileArtifactService)
+        is_untyped = mime_type is None and self._is_file_service
         if mime_type != mime_type_of(values) and not is_untyped:
             raise ConversionError(
                 f"version {listed.version} loads with another type than it is listed with, as a "
