@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,6 +32,7 @@ from tests.integrations.blob_files import contents
 from tests.maintenance.support import OLD
 
 BACKEND = AesGcmBackend(OLD)
+Migrate = Callable[..., Coroutine[Any, Any, ArtifactMigration]]
 ADA: dict[str, Any] = {"app_name": "clinic", "user_id": "ada"}
 SCAN: dict[str, Any] = {**ADA, "session_id": "s1", "filename": "scans/é.png"}
 NOTE: dict[str, Any] = {**ADA, "session_id": "s1", "filename": "scans"}
@@ -65,12 +66,14 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "artifacts"
 
 
-async def migrate(
-    source: Path | ArtifactSource, url: str, store: Path, action: Any, **more: Any
-) -> ArtifactMigration:
-    source = FileArtifacts(source) if isinstance(source, Path) else source
-    async with Database(url, BACKEND) as db:
-        return await migrate_artifacts(source, db, store, action, **more)
+@pytest.fixture
+def migrate(file_url: str, store: Path) -> Migrate:
+    async def run(source: Path | ArtifactSource, action: Any, **more: Any) -> ArtifactMigration:
+        source = FileArtifacts(source) if isinstance(source, Path) else source
+        async with Database(file_url, BACKEND) as db:
+            return await migrate_artifacts(source, db, store, action, **more)
+
+    return run
 
 
 @pytest.fixture
@@ -80,9 +83,9 @@ async def target(file_url: str, store: Path) -> AsyncIterator[EncryptedArtifactS
 
 
 async def test_every_version_is_equal_afterwards(
-    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+    root: Path, store: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.copied, done.versions, done.size, done.succeeded) == (3, 4, 3 + 0 + 10, True)
     adk = FileArtifactService(root)
     for ids in (SCAN, NOTE, PROFILE):
@@ -96,49 +99,42 @@ async def test_every_version_is_equal_afterwards(
                 assert getattr(one, field) == getattr(other, field)
             part = await target.load_artifact(**ids, version=one.version)
             assert part == await adk.load_artifact(**ids, version=one.version)
-    done = await migrate(root, file_url, store, "compare")
+    done = await migrate(root, "compare")
     assert (done.equal, done.succeeded) == (3, True)
     files = len(contents(store))
-    again = await migrate(root, file_url, store, "copy")
+    again = await migrate(root, "copy")
     assert (again.copied, again.equal, len(contents(store))) == (0, 3, files)
 
 
 async def test_copy_goes_on_where_it_ended_and_keeps_what_services_saved(
-    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+    root: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
     versions = root / "apps/clinic/users/ada/sessions/s1/artifacts/scans/é.png/versions"
     (versions / "1").rename(root / "later")
-    assert (await migrate(root, file_url, store, "copy")).versions == 3
+    assert (await migrate(root, "copy")).versions == 3
     (root / "later").rename(versions / "1")
-    compared = await migrate(root, file_url, store, "compare")
+    compared = await migrate(root, "compare")
     assert (compared.missing, compared.equal, compared.succeeded) == (1, 2, False)
-    assert (await migrate(root, file_url, store, "erase-source")).deleted == 0
-    done = await migrate(root, file_url, store, "copy")
+    assert (await migrate(root, "erase-source")).deleted == 0
+    done = await migrate(root, "copy")
     assert (done.copied, done.versions, done.equal) == (1, 1, 2)
     assert await target.save_artifact(**NOTE, artifact=types.Part(text="new")) == 1
-    assert (await migrate(root, file_url, store, "compare")).succeeded
+    assert (await migrate(root, "compare")).succeeded
     # Both sides have saved a version 1.
     await FileArtifactService(root).save_artifact(**NOTE, artifact=types.Part(text="other"))
-    done = await migrate(root, file_url, store, "copy", show_ids=True)
+    done = await migrate(root, "copy", show_ids=True)
     assert (done.different, done.copied, done.succeeded) == (1, 0, False)
     (finding,) = done.findings
-    assert finding[2:] == (
-        "version 1 differs in the target: delete the artifact on one side, then copy again",
-        "clinic",
-        "ada",
-        "s1",
-        "scans",
-    )
-    part = await target.load_artifact(**NOTE)
-    assert part is not None
-    assert part.text == "new"
+    assert finding.reason.startswith("version 1 differs in the target: delete the artifact on one")
+    assert finding[3:] == ("clinic", "ada", "s1", "scans")
+    assert await target.load_artifact(**NOTE) == types.Part(text="new")
 
 
 SESSIONS = [("clinic", "ada", "s1"), ("clinic", "ada", "s2"), ("clinic", "nobody", "s3")]
 
 
 async def test_artifact_that_two_runs_copy_counts_as_copied_in_both(
-    root: Path, file_url: str, store: Path
+    root: Path, migrate: Migrate
 ) -> None:
     class Overtaken(FileArtifacts):
         """Another run copies the last version of an artifact while the first run reads it."""
@@ -150,29 +146,27 @@ async def test_artifact_that_two_runs_copy_counts_as_copied_in_both(
                 yield replace(one, versions=[first, replace(last, open=copied_by_the_other_run)])
 
     def copied_by_the_other_run() -> io.BytesIO:
-        other.append(asyncio.run(migrate(root, file_url, store, "copy")))
+        other.append(asyncio.run(migrate(root, "copy")))
         return io.BytesIO()
 
     other: list[ArtifactMigration] = []
-    done = await migrate(Overtaken(root), file_url, store, "copy")
+    done = await migrate(Overtaken(root), "copy")
     assert (done.copied, done.versions, done.equal) == (1, 1, 0)
     assert (other[0].copied, other[0].versions, other[0].equal) == (3, 3, 0)
 
 
 async def test_artifacts_of_another_service_are_copied_for_the_sessions_that_are_given(
-    file_url: str, store: Path, target: EncryptedArtifactService
+    target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
     service = InMemoryArtifactService()
     other = {**NOTE, "session_id": "s4"}  # not given
-    reference = types.Part(
-        file_data=types.FileData(file_uri="gs://bucket/a", mime_type="image/png")
-    )
+    reference = types.Part.from_uri(file_uri="gs://bucket/a", mime_type="image/png")
     for ids, part in ((SCAN, blob(b"one")), (SCAN, blob(b"", "scan.png")), (other, blob(b"x"))):
         await service.save_artifact(**ids, artifact=part, custom_metadata={"doctor": "bob"})
     await service.save_artifact(**NOTE, artifact=types.Part(text="needle €"))
     await service.save_artifact(**PROFILE, artifact=reference)
     source = ServiceArtifacts(service, SESSIONS)
-    done = await migrate(source, file_url, store, "copy")
+    done = await migrate(source, "copy")
     assert (done.copied, done.versions, done.size, done.succeeded) == (3, 4, 13, True)
     for ids in (SCAN, NOTE, PROFILE):
         found = await target.list_artifact_versions(**ids)
@@ -183,76 +177,63 @@ async def test_artifacts_of_another_service_are_copied_for_the_sessions_that_are
             copy = await target.load_artifact(**ids, version=one.version)
             assert copy == await service.load_artifact(**ids, version=one.version)
     assert await target.load_artifact(**other) is None
-    assert (await migrate(source, file_url, store, "compare")).equal == 3
-    assert (await migrate(source, file_url, store, "copy")).copied == 0
+    assert (await migrate(source, "compare")).equal == 3
+    assert (await migrate(source, "copy")).copied == 0
     with pytest.raises(ConfigurationError, match="delete them with the service"):
-        await migrate(source, file_url, store, "erase-source")
+        await migrate(source, "erase-source")
     service.artifacts["clinic/ada/s1/scans"][0].data = types.Part(text="changed")
-    done = await migrate(source, file_url, store, "compare")
+    done = await migrate(source, "compare")
     assert (done.different, done.equal) == (1, 2)
 
 
-async def test_values_that_json_changes_are_equal_after_the_copy(
-    file_url: str, store: Path
-) -> None:
+async def test_values_that_json_changes_are_equal_after_the_copy(migrate: Migrate) -> None:
     service = InMemoryArtifactService()
     metadata = {"score": float("nan"), "at": (1, 2)}
     await service.save_artifact(**NOTE, artifact=blob(b"x"), custom_metadata=metadata)
     source = ServiceArtifacts(service, SESSIONS)
-    assert (await migrate(source, file_url, store, "copy")).copied == 1
-    assert (await migrate(source, file_url, store, "copy")).equal == 1
+    assert (await migrate(source, "copy")).copied == 1
+    assert (await migrate(source, "copy")).equal == 1
 
 
 @pytest.mark.parametrize("service", [InMemoryArtifactService, FileArtifactService])
 async def test_rewound_artifact_of_a_service_is_copied_as_such(
-    service: Any, file_url: str, store: Path, tmp_path: Path, target: EncryptedArtifactService
+    service: Any, tmp_path: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
     adk = service(tmp_path / "adk") if service is FileArtifactService else service()
-    rewound = types.Part(
-        inline_data=types.Blob(data=b"", mime_type="application/octet-stream")
-    )  # what google-adk saves
+    rewound = types.Part.from_bytes(data=b"", mime_type="application/octet-stream")
     for part in (types.Part(text="a"), rewound, types.Part(text="b")):
         await adk.save_artifact(**NOTE, artifact=part)
     source = ServiceArtifacts(adk, SESSIONS)
-    assert (await migrate(source, file_url, store, "copy")).versions == 3
-    assert (await migrate(source, file_url, store, "compare")).equal == 1
+    assert (await migrate(source, "copy")).versions == 3
+    assert (await migrate(source, "compare")).equal == 1
     assert await target.load_artifact(**NOTE, version=1) is None
-    assert (await target.list_artifact_versions(**NOTE))[1].mime_type == "application/octet-stream"
 
 
-async def test_reference_that_a_service_resolves_is_named_and_not_copied(
-    file_url: str, store: Path
-) -> None:
+async def test_reference_that_a_service_resolves_is_named_and_not_copied(migrate: Migrate) -> None:
     service = InMemoryArtifactService()
     await service.save_artifact(**PROFILE, artifact=types.Part(text="a"))
     for name in ("gone", "user:profile"):
         uri = f"artifact://apps/clinic/users/ada/artifacts/{name}/versions/0"
         part = types.Part(file_data=types.FileData(file_uri=uri))
         await service.save_artifact(**{**NOTE, "filename": name[:4]}, artifact=part)
-    source = ServiceArtifacts(service, SESSIONS)
-    done = await migrate(source, file_url, store, "copy")
-    assert (done.copied, done.bad) == (1, 2)
-    assert [finding.reason.partition(",")[0] for finding in done.findings] == [
-        "version 0 has no readable content",
-        "version 0 loads with another type than it is listed with",
-    ]
+    done = await migrate(ServiceArtifacts(service, SESSIONS), "copy")
+    no_content, other_type = [finding.reason for finding in done.findings]
+    assert (done.copied, done.bad, no_content) == (1, 2, "version 0 has no readable content")
+    assert "loads with another type than it is listed with" in other_type
 
 
 async def test_artifact_that_a_service_lists_without_its_prefix_is_copied(
-    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+    root: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
     adk = FileArtifactService(root)
     same_name = {**NOTE, "filename": "profile"}
     await adk.save_artifact(**same_name, artifact=types.Part(text="of the session"))
-    source = ServiceArtifacts(adk, SESSIONS)
-    assert (await migrate(source, file_url, store, "copy")).copied == 4
+    assert (await migrate(ServiceArtifacts(adk, SESSIONS), "copy")).copied == 4
     assert await target.load_artifact(**PROFILE) == types.Part(text="")
     assert await target.load_artifact(**same_name) == types.Part(text="of the session")
 
 
-async def test_service_whose_versions_are_incomplete_is_not_copied(
-    file_url: str, store: Path
-) -> None:
+async def test_service_whose_versions_are_incomplete_is_not_copied(migrate: Migrate) -> None:
     class Incomplete(InMemoryArtifactService):
         async def load_artifact(self, **ids: Any) -> types.Part | None:
             if ids["filename"] == "lost":
@@ -269,7 +250,7 @@ async def test_service_whose_versions_are_incomplete_is_not_copied(
     for name in ("gap", "gap", "lost", "sound"):
         await service.save_artifact(**{**NOTE, "filename": name}, artifact=blob(b"x"))
     source = ServiceArtifacts(service, SESSIONS)
-    done = await migrate(source, file_url, store, "copy")
+    done = await migrate(source, "copy")
     assert (done.copied, done.bad) == (1, 2)
     assert {finding.reason.partition(",")[0] for finding in done.findings} == {
         "version 0 is missing",
@@ -277,16 +258,16 @@ async def test_service_whose_versions_are_incomplete_is_not_copied(
     }
     await service.save_artifact(**{**NOTE, "filename": "needle"}, artifact=blob(b"x"))
     with pytest.raises(ArtifactStoreError) as caught:
-        await migrate(source, file_url, store, "copy")
+        await migrate(source, "copy")
     assert "needle" not in str(caught.value)
 
 
 async def test_gap_in_the_version_numbers_is_named_and_refused(
-    root: Path, file_url: str, store: Path
+    root: Path, migrate: Migrate
 ) -> None:
     shutil.rmtree(root / "apps/clinic/users/ada/sessions/s1/artifacts/scans/é.png/versions/0")
     for action in ("copy", "compare", "erase-source"):
-        done = await migrate(root, file_url, store, action)
+        done = await migrate(root, action)
         assert (done.bad, done.equal + done.copied, done.deleted) == (1, 2, 0)
         assert not done.succeeded
         (finding,) = done.findings
@@ -295,26 +276,25 @@ async def test_gap_in_the_version_numbers_is_named_and_refused(
 
 
 async def test_source_is_erased_after_a_clean_comparison(
-    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+    root: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
-    await migrate(root, file_url, store, "copy")
+    await migrate(root, "copy")
     (parent,) = root.rglob("é.png/versions")
     (parent / ".2.pending").mkdir()
     (parent / ".2.pending" / "é.png").write_bytes(b"unfinished")
-    done = await migrate(root, file_url, store, "erase-source", dry_run=True)
+    done = await migrate(root, "erase-source", dry_run=True)
     assert (done.deleted, len(list(root.rglob("metadata.json")))) == (3, 4)
-    done = await migrate(root, file_url, store, "erase-source")
+    done = await migrate(root, "erase-source")
     assert (done.deleted, done.succeeded) == (3, True)
     assert list(root.rglob("*")) == [root / "apps"]  # the names of directories contain ids
-    part = await target.load_artifact(**SCAN, version=0)
-    assert part == blob(b"one")
+    assert await target.load_artifact(**SCAN, version=0) == blob(b"one")
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 async def test_erasure_that_stopped_is_continued(
-    call: int, root: Path, file_url: str, store: Path, monkeypatch: pytest.MonkeyPatch
+    call: int, root: Path, monkeypatch: pytest.MonkeyPatch, migrate: Migrate
 ) -> None:
-    await migrate(root, file_url, store, "copy")
+    await migrate(root, "copy")
     calls = 0
     rmtree = shutil.rmtree
 
@@ -329,16 +309,16 @@ async def test_erasure_that_stopped_is_continued(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", stop)
         with pytest.raises(ArtifactStoreError, match="stopped"):
-            await migrate(root, file_url, store, "erase-source")
+            await migrate(root, "erase-source")
     (root / "apps/lab/users/ada/artifacts").mkdir(parents=True)  # left by a killed run
-    assert (await migrate(root, file_url, store, "erase-source")).succeeded
+    assert (await migrate(root, "erase-source")).succeeded
     assert list(root.rglob("*")) == [root / "apps"]
 
 
 async def test_artifact_that_changes_after_the_comparison_is_kept(
-    root: Path, file_url: str, store: Path
+    root: Path, migrate: Migrate
 ) -> None:
-    await migrate(root, file_url, store, "copy")
+    await migrate(root, "copy")
 
     class Changing(FileArtifacts):
         walks = 0
@@ -350,24 +330,24 @@ async def test_artifact_that_changes_after_the_comparison_is_kept(
             async for one in super().artifacts():
                 yield one
 
-    done = await migrate(Changing(root), file_url, store, "erase-source")
+    done = await migrate(Changing(root), "erase-source")
     assert (done.deleted, done.changed, done.succeeded) == (2, 1, False)
     assert await FileArtifactService(root).list_versions(**NOTE) == [0, 1]
 
 
 async def test_artifacts_of_an_erased_user_are_not_copied_again(
-    root: Path, file_url: str, store: Path
+    root: Path, file_url: str, migrate: Migrate
 ) -> None:
-    await migrate(root, file_url, store, "copy")
+    await migrate(root, "copy")
     async with Database(file_url, BACKEND) as db:
         assert (await erase_user(db, "clinic", "ada")).was_migrated
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.copied, done.erased, done.succeeded) == (0, 3, True)
-    assert (await migrate(root, file_url, store, "erase-source")).deleted == 3
+    assert (await migrate(root, "erase-source")).deleted == 3
 
 
 async def test_content_outside_the_directory_is_not_read(
-    root: Path, file_url: str, store: Path, tmp_path: Path
+    root: Path, tmp_path: Path, migrate: Migrate
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"one")
@@ -378,14 +358,14 @@ async def test_content_outside_the_directory_is_not_read(
     )
     file.unlink()
     file.symlink_to(secret)
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.bad, done.copied) == (1, 2)
     file.unlink()
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.bad, done.equal) == (1, 2)
     (root / "apps/lab").symlink_to(tmp_path)
     with pytest.raises(ConfigurationError, match="symbolic link"):
-        await migrate(root, file_url, store, "copy")
+        await migrate(root, "copy")
 
 
 @pytest.mark.parametrize(
@@ -398,42 +378,42 @@ async def test_content_outside_the_directory_is_not_read(
     ],
 )
 async def test_version_with_wrong_metadata_or_text_is_refused(
-    change: dict[str, Any], reason: str, root: Path, file_url: str, store: Path
+    change: dict[str, Any], reason: str, root: Path, migrate: Migrate
 ) -> None:
     (file,) = root.rglob("versions/1/é.png")
     file.write_bytes(b"needle \xff")
     metadata = file.parent / "metadata.json"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | change))
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     (finding,) = done.findings
     assert (done.bad, reason in finding.reason, "needle" in finding.reason) == (1, True, False)
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, None])
 async def test_file_that_is_no_metadata_stops_no_other_artifact(
-    text: str | None, root: Path, file_url: str, store: Path
+    text: str | None, root: Path, migrate: Migrate
 ) -> None:
     (metadata,) = root.rglob("versions/1/metadata.json")
     if text is None:  # a link, which may lead anywhere
         metadata.symlink_to(metadata.rename(root / "metadata.json"))
     else:
         metadata.write_text(text)
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.bad, done.copied) == (1, 2)
 
 
 async def test_artifact_that_cannot_be_stored_leaves_no_content(
-    root: Path, file_url: str, store: Path
+    root: Path, store: Path, migrate: Migrate
 ) -> None:
     (metadata,) = root.rglob("scans/versions/0/metadata.json")
     nested = '{"a":' * 250 + "1" + "}" * 250
     metadata.write_text(metadata.read_text().replace("{}", nested))
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.bad, done.copied, len(contents(store))) == (1, 2, 3)
 
 
 async def test_content_that_cannot_be_read_stops_no_other_artifact(
-    root: Path, file_url: str, store: Path
+    root: Path, migrate: Migrate
 ) -> None:
     class Vanishing(FileArtifacts):
         async def artifacts(self) -> AsyncIterator[Any]:
@@ -442,14 +422,14 @@ async def test_content_that_cannot_be_read_stops_no_other_artifact(
                     next(root.rglob("scans/versions/0/scans")).unlink()
                 yield one
 
-    done = await migrate(Vanishing(root), file_url, store, "copy")
+    done = await migrate(Vanishing(root), "copy")
     (finding,) = done.findings
     assert (done.bad, done.copied) == (1, 2)
     assert "version 0: the source cannot be used: No such file" in finding.reason
 
 
 async def test_ids_with_slashes_are_copied(
-    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+    root: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
     adk = FileArtifactService(root)
     more: list[dict[str, Any]] = [
@@ -461,16 +441,16 @@ async def test_ids_with_slashes_are_copied(
     ]
     for ids in more:
         await adk.save_artifact(**ids, artifact=blob(b"more"))
-    done = await migrate(root, file_url, store, "copy")
+    done = await migrate(root, "copy")
     assert (done.copied, done.succeeded) == (3 + len(more), True)
     for ids in more:
         assert await target.load_artifact(**ids) == blob(b"more")
-    assert (await migrate(root, file_url, store, "erase-source")).deleted == 3 + len(more)
+    assert (await migrate(root, "erase-source")).deleted == 3 + len(more)
     assert list(root.rglob("*")) == [root / "apps"]
 
 
 async def test_name_that_google_adk_rejects_today_is_copied(
-    root: Path, file_url: str, store: Path, target: EncryptedArtifactService
+    root: Path, target: EncryptedArtifactService, migrate: Migrate
 ) -> None:
     """google-adk 1.28 saved artifacts with the directory `versions` in their names."""
     (found,) = root.rglob("scans/versions")
@@ -481,26 +461,26 @@ async def test_name_that_google_adk_rejects_today_is_copied(
     (version / "scans").rename(version / "final")
     metadata = version / "metadata.json"
     metadata.write_text(metadata.read_text().replace('"scans"', '"scans/versions/final"'))
-    assert (await migrate(root, file_url, store, "copy")).copied == 4
+    assert (await migrate(root, "copy")).copied == 4
     assert await target.load_artifact(**below) == types.Part(text="needle €")
     # A name that google-adk does not tell from a version.
     shutil.copytree(found / "final/versions", found / "0/versions")
-    assert (await migrate(root, file_url, store, "compare")).bad == 1
+    assert (await migrate(root, "compare")).bad == 1
     shutil.rmtree(found / "0/versions")
-    assert (await migrate(root, file_url, store, "erase-source")).deleted == 4
+    assert (await migrate(root, "erase-source")).deleted == 4
     assert list(root.rglob("*")) == [root / "apps"]
 
 
 async def test_save_that_was_interrupted_counts_as_no_artifact(
-    root: Path, file_url: str, store: Path
+    root: Path, migrate: Migrate
 ) -> None:
     unfinished = root / "apps/clinic/users/eve/artifacts/plan/versions/.0.pending"
     unfinished.mkdir(parents=True)
     (unfinished / "plan").write_bytes(b"needle")
-    assert (await migrate(root, file_url, store, "copy")).copied == 3
-    assert (await migrate(root, file_url, store, "compare")).equal == 3
-    assert (await migrate(root, file_url, store, "erase-source", dry_run=True)).deleted == 3
-    assert (await migrate(root, file_url, store, "erase-source")).deleted == 3
+    assert (await migrate(root, "copy")).copied == 3
+    assert (await migrate(root, "compare")).equal == 3
+    assert (await migrate(root, "erase-source", dry_run=True)).deleted == 3
+    assert (await migrate(root, "erase-source")).deleted == 3
     assert list(root.rglob("*")) == [root / "apps"]
 
 
@@ -512,8 +492,8 @@ async def test_directory_of_an_older_google_adk_names_no_app(root: Path, tmp_pat
         FileArtifacts(tmp_path)
 
 
-async def test_dry_run_writes_nothing(root: Path, file_url: str, store: Path) -> None:
-    done = await migrate(root, file_url, store, "copy", dry_run=True)
+async def test_dry_run_writes_nothing(root: Path, file_url: str, migrate: Migrate) -> None:
+    done = await migrate(root, "copy", dry_run=True)
     assert next(iter(done.lines(True))) == "would be copied: 3 artifacts, 4 versions, 13 bytes"
     assert not Path(file_url.partition(":///")[2]).exists()
 
@@ -611,12 +591,11 @@ def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 
 async def test_bucket_is_copied_compared_and_erased(
     client: FakeClient,
-    file_url: str,
-    store: Path,
     target: EncryptedArtifactService,
     monkeypatch: pytest.MonkeyPatch,
+    migrate: Migrate,
 ) -> None:
-    bucket = partial(migrate, GcsArtifacts("bucket", client), file_url, store)
+    bucket = partial(migrate, GcsArtifacts("bucket", client))
     done = await bucket("copy")
     assert (done.copied, done.versions, done.succeeded) == (4, 16, True)
     service = FakeGcsService(client)
