@@ -90,13 +90,14 @@ async def test_session_that_leaves_the_cache_during_an_append_is_read_with_its_w
             await service.get_session(app_name="a", user_id="u", session_id="s")
 
 
-async def test_read_that_saw_no_user_who_is_stored_meanwhile_empties_no_cache(
-    tmp_path: Path,
+@pytest.mark.parametrize("stored", ["another user", "u"])
+async def test_read_that_saw_no_session_that_is_stored_meanwhile_empties_no_cache(
+    stored: str, tmp_path: Path
 ) -> None:
     url, backend = f"sqlite:///{tmp_path}/s.db", AesGcmBackend(os.urandom(32))
     service, faults = with_faults(lambda: EncryptedSessionService(url, backend))
     async with service:
-        await service.create_session(app_name="a", user_id="other")
+        await service.create_session(app_name="a", user_id=stored)
 
         async def create() -> None:
             await service.create_session(app_name="a", user_id="u", session_id="s")
@@ -105,7 +106,8 @@ async def test_read_that_saw_no_user_who_is_stored_meanwhile_empties_no_cache(
         assert await service.get_session(app_name="a", user_id="u", session_id="s") is None
         opened = service._runner._opened
         assert opened
-        assert len(opened.row_cache.users._entries) == 2
+        assert len(opened.row_cache.users._entries) == len({stored, "u"})
+        assert len(opened.row_cache.sessions._entries) == 2
 
 
 # --- what stays in memory ------------------------------------------------------------------------

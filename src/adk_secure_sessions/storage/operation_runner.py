@@ -288,12 +288,22 @@ class Attempt(NamedTuple):
         values = {**self.identity.tags(), **parameters}
         return self.load_rows(await executors.data.read(self.variant_of(query), values))
 
+    def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
+        """Whether *cached* was made since this attempt began, perhaps after it had read the row."""
+        return cached is not None and cached.sequence > self.sequence_at_start
+
+    def forget_session(self) -> None:
+        """Remove the session from the caches, because its row is not stored."""
+        tag = self.identity.session_tag
+        if not self.was_overtaken_by(self.cache.sessions.get(tag)):
+            self.cache.forget_session(tag)
+
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
         cache, identity = self.cache, self.identity
         cached = cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag)
-        if cached and cached.sequence > self.sequence_at_start:
-            return  # another task has stored the user after this attempt had read
+        if self.was_overtaken_by(cached):
+            return
         cache.found_erased_user |= cached is not None
         self.keys.forget(identity.user_tag)
         cache.users.drop(identity.user_tag)

@@ -130,7 +130,7 @@ def open_session(
     tag, row = attempt.identity.session_tag, rows.session
     if row is None:
         _reject_if_removed(rows, tag, SESSIONS.name)
-        attempt.cache.forget_session(tag)
+        attempt.forget_session()
         return None
     if user is None:
         raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
@@ -409,11 +409,8 @@ def _check_witness(
 def _reject_older(
     attempt: Attempt, cached: CachedRow[Any] | None, row_id: int, version: int
 ) -> None:
-    """Raise TamperedError if a higher version of the row was cached before the attempt began.
-
-    During the attempt, another task may have changed the row after the attempt had read it.
-    """
-    if cached is None or cached.sequence > attempt.sequence_at_start:
+    """Raise TamperedError if a higher version of the row was cached before the attempt began."""
+    if cached is None or attempt.was_overtaken_by(cached):
         return
     newest = cached.value.version
     if cached.value.row.id == row_id and version < newest:
