@@ -223,8 +223,22 @@ class KeySource(Enum):
 
 # In this order, an operation tries the sources.  Between a read of the key database and one of the
 # rows, another process may create or retire a data key: if a key is missing, both are read again.
-_KEY_SOURCES = (KeySource.CACHE, KeySource.QUERY)
-_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DATABASE)
+_SOURCES = (KeySource.CACHE, KeySource.QUERY)
+_SOURCES_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DATABASE)
+
+
+class Progress:
+    """What the attempts at one operation have tried so far, and what the next one may try."""
+
+    # The source of this attempt, then those to try if the attempt lacks a data key.
+    sources: Sequence[KeySource] = (KeySource.QUERY,)
+    rereads: int = 0  # of the keyring
+    new_key_ids: tuple[int, ...] = ()  # of data keys stored in the key database
+    unconfirmed_keys: tuple[DataKeyRow, ...] = ()  # sent by attempts that perhaps were committed
+
+    def needs_keyring(self, keys: TransactionKeys) -> bool:
+        """Whether an attempt lacked a data master that another read of the keyring may find."""
+        return keys.lacks_master and self.rereads < _REREADS
 
 
 class Attempt(NamedTuple):
@@ -245,13 +259,13 @@ class Attempt(NamedTuple):
     sequence_at_start: int = 0  # `cache.sequence` at the start: see `_reject_older`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     on_commit: list[Callable[[], None]] | None = None
-    keys_are_complete: bool = True  # reading the data keys again would find no missing one
-    may_reread_keyring: bool = False  # the keyring may be read again if a data master is missing
+    chooses_keys: bool = True  # whether to choose current data keys: for a write, or the cache
+    progress: Progress = Progress()
 
     @property
     def unknown_key_is_final(self) -> bool:
         """Whether another attempt would raise UnknownKeyError again."""
-        return self.keys_are_complete and not (self.keys.lacks_master and self.may_reread_keyring)
+        return len(self.progress.sources) == 1 and not self.progress.needs_keyring(self.keys)
 
     def call_on_commit(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
@@ -481,20 +495,17 @@ class OperationRunner:
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
         if measured := telemetry.current_operation():
             measured.values.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
-        sources = _WITH_KEY_DATABASE if self.executors.has_key_database else _KEY_SOURCES
-        step = 0 if are_cached and not operation.needs_fresh_keys else 1
-        may_skip_read = step == 0
-        rereads = 0
-        retries: Retries | None = None  # after a failed attempt
-        new_key_ids: list[int] = []  # of data keys stored in the key database
-        in_doubt: list[DataKeyRow] = []  # sent by attempts that perhaps were committed
+        progress, retries = Progress(), None
+        sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
+        may_skip_read = are_cached and not operation.needs_fresh_keys
+        progress.sources = sources if may_skip_read else sources[1:]
         while True:
-            keyring_seen, source = database_keys.keyring, sources[step]
+            keyring, source = database_keys.keyring, progress.sources[0]
             keys = TransactionKeys(
                 database_keys,
-                accepts_changed_keyring=rereads > 0,
+                accepts_changed_keyring=progress.rereads > 0,
                 uses_cache=source is KeySource.CACHE,
-                key_ids_of_earlier_attempts=new_key_ids,
+                key_ids_of_earlier_attempts=progress.new_key_ids,
                 packing=self.packing,
             )
             attempt = Attempt(
@@ -506,8 +517,8 @@ class OperationRunner:
                 sequence_at_start=opened.row_cache.sequence,
                 locks_rows=retries is not None and retries.locks_rows,
                 on_commit=[] if operation.writes else None,
-                keys_are_complete=step == len(sources) - 1,
-                may_reread_keyring=rereads < _REREADS,
+                chooses_keys=operation.writes or source is not KeySource.CACHE,
+                progress=progress,
             )
             may_skip_read = False
             try:
@@ -517,50 +528,54 @@ class OperationRunner:
                         rows = await read_data_keys(self.executors.key_tables.read, owners)
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
-                except UnknownKeyError:
-                    if attempt.unknown_key_is_final:
-                        raise
-                    if keys.lacks_master and attempt.may_reread_keyring:
-                        # Another process has changed the keyring again since it was read again.
-                        await self.reread_keyring(database_keys, keyring_seen)
-                        rereads += 1
-                        telemetry.count_retry("keyring")
-                    else:
-                        step += 1
-                        telemetry.count_retry("unknown_key")
                 except CacheMiss:
-                    pass
-                except NeedsDataKey as need:
-                    if len(new_key_ids) == _NEW_KEYS:
-                        raise SecureSessionError(
-                            f"{_NEW_KEYS} new data keys were created, and another one is needed: "
-                            "try again",
-                            retryable=True,
-                        ) from None
-                    row = await self._store_data_key(database_keys, keys, need, keyring_seen)
-                    new_key_ids.append(row.id)
-                    telemetry.count_retry("new_key")
-                except StaleKeyring:
-                    await self.reread_keyring(database_keys, keyring_seen)
-                    rereads += 1
-                    telemetry.count_retry("keyring")
-                except Conflict:
-                    # A new data key is stored only if the keyring that we have read is current.
-                    # So another process may have caused the conflict by changing the keyring.
-                    if keys.new_rows:
-                        await self.reread_keyring(database_keys, keyring_seen)
-                    raise
+                    continue
+                except (UnknownKeyError, StaleKeyring, NeedsDataKey) as error:
+                    if not await self._get_missing_keys(error, attempt, database_keys, keyring):
+                        raise
                 else:
                     keys.publish()
-                    for row in in_doubt:
+                    for row in progress.unconfirmed_keys:
                         if keys.has_loaded(row):
                             _record_data_key(database_keys.keyring, row)
                     _cache_identity(opened, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
-                in_doubt += keys.new_rows
+                # A new data key is stored only if the keyring that we have read is current.  So
+                # another process may have caused the conflict by changing the keyring.
+                if keys.new_rows and isinstance(error, Conflict):
+                    await self.reread_keyring(database_keys, keyring)
+                progress.unconfirmed_keys += tuple(keys.new_rows)
                 retries = retries or Retries(writes=operation.writes, conflicts=conflicts)
                 await retries.wait(error)
+
+    async def _get_missing_keys(
+        self, error: Exception, attempt: Attempt, database_keys: DatabaseKeys, keyring: Keyring
+    ) -> bool:
+        """Get the keys that *attempt* lacked; return False if there are none left to try.
+
+        *error* is the error of the attempt, and *keyring* the keyring with which it began.
+        """
+        progress, keys = attempt.progress, attempt.keys
+        if isinstance(error, NeedsDataKey):
+            if len(progress.new_key_ids) == _NEW_KEYS:
+                raise SecureSessionError(
+                    f"{_NEW_KEYS} new data keys were created, and another one is needed: try again",
+                    retryable=True,
+                ) from None
+            row = await self._store_data_key(keys, error, keyring)
+            progress.new_key_ids += (row.id,)
+            telemetry.count_retry("new_key")
+        elif isinstance(error, StaleKeyring) or progress.needs_keyring(keys):
+            await self.reread_keyring(database_keys, keyring)
+            progress.rereads += 1
+            telemetry.count_retry("keyring")
+        elif len(progress.sources) > 1:
+            progress.sources = progress.sources[1:]
+            telemetry.count_retry("unknown_key")
+        else:
+            return False
+        return True
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query on the data database; repeat the query if the connection is lost."""
@@ -685,7 +700,7 @@ class OperationRunner:
         )
 
     async def _store_data_key(
-        self, database: DatabaseKeys, keys: TransactionKeys, need: NeedsDataKey, keyring: Keyring
+        self, keys: TransactionKeys, need: NeedsDataKey, keyring: Keyring
     ) -> DataKeyRow:
         """Store the data key that the attempt needs in the key database, and return its row.
 
@@ -695,11 +710,7 @@ class OperationRunner:
         columns = row._asdict() | keys.keyring_guard()
         changes = [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
         record = partial(_record_data_key, keyring, row)
-        try:
-            await self.executors.key_tables.write(partial(apply_changes, changes), record)
-        except Conflict:
-            await self.reread_keyring(database, keyring)
-            raise
+        await self.executors.key_tables.write(partial(apply_changes, changes), record)
         return row
 
 

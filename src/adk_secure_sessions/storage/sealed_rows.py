@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.records import (
     split_link,
     with_id,
 )
-from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow, KeySource
+from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.schema import (
     APPS,
@@ -98,8 +98,8 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
         attempt.call_on_commit(partial(attempt.cache.put_owner, witness, owner))
-    if attempt.on_commit is not None or attempt.key_source is not KeySource.CACHE:
-        attempt.keys.choose_current(row.tag, owner.key_ids)  # a write, or new keys for the cache
+    if attempt.chooses_keys:
+        attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
 
 
