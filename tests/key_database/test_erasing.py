@@ -2,7 +2,7 @@
 
 import pytest
 
-from adk_secure_sessions import UnknownKeyError
+from adk_secure_sessions import DatabaseError, SecureSessionError, UnknownKeyError
 from adk_secure_sessions.cli.notes import erasure_notes
 from adk_secure_sessions.maintenance import erase_user, verify
 from tests.faults import Point, with_faults
@@ -28,15 +28,21 @@ async def test_erased_user_is_gone_from_both_databases(pair: Pair) -> None:
     assert count(pair.keys, "secure_data_keys") == pair.owners() == 3
 
 
-async def test_erasure_that_was_killed_after_the_keys_is_completed_by_the_next(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [(Killed(), None), (DatabaseError("it is locked"), r"keys are deleted, .*\(it is locked\)")],
+)
+async def test_erasure_that_fails_after_the_keys_is_completed_by_the_next(
+    pair: Pair, failure: Exception, message: str | None
+) -> None:
     async with pair.service() as service:
         await create(service)
     db, faults = with_faults(pair.maintained)
     async with db:
         await db.keyring()
         # The first work on the data looks for `secure_migrated`.
-        faults.data.before(Point.WORK, Killed(), nth=2)
-        with pytest.raises(Killed):
+        faults.data.before(Point.WORK, failure, nth=2)
+        with pytest.raises((Killed, SecureSessionError), match=message):
             await erase_user(db, APP, "ada")
     assert (count(pair.keys, "secure_data_keys"), count(pair.data, "secure_users")) == (1, 1)
     async with pair.service() as service:

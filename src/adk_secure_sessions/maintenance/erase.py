@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.db.dialects import dialect_of, has_table
-from adk_secure_sessions.errors import ConfigurationError, DatabaseError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database, run_deletion
@@ -140,7 +140,17 @@ async def erase_user(
         work = partial(delete, deletes_rows=False)
         keys = await run_deletion(db.runner.run_on_keys, work, Counter.total)
     work = partial(delete, deletes_keys=not executors.has_key_database)
-    rows = await run_deletion(db.runner.run_on_data, work, Counter.total)
+    try:
+        rows = await run_deletion(db.runner.run_on_data, work, Counter.total)
+    except SecureSessionError as error:
+        if dry_run or not executors.has_key_database:
+            raise
+        # Otherwise, the error reads as if nothing had been deleted.
+        raise SecureSessionError(
+            "the user's data keys are deleted, but not the rows, which services reject: "
+            f"run the erasure again ({error})",
+            retryable=error.retryable,
+        ) from None
     deleted = keys + rows
     obstacle = "nothing was deleted"
     if not dry_run:
