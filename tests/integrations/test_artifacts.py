@@ -85,10 +85,7 @@ async def test_part_is_loaded_as_it_was_saved(
 )
 async def test_dictionaries_are_accepted(service: BaseArtifactService, part: Any) -> None:
     await service.save_artifact(**HERE, artifact=part)
-    loaded = await service.load_artifact(**HERE)
-    assert loaded is not None
-    assert loaded.inline_data is not None
-    assert loaded.inline_data.data == b"hi"
+    assert await service.load_artifact(**HERE) == blob(b"hi", "a/b")
 
 
 @pytest.mark.parametrize(
@@ -113,23 +110,16 @@ async def test_versions_are_counted_and_kept(service: BaseArtifactService) -> No
         assert saved == number
     assert await service.list_versions(**HERE) == [0, 1, 2]
     for version, data in ((None, b"2"), (0, b"0"), (1, b"1"), (2, b"2")):
-        loaded = await service.load_artifact(**HERE, version=version)
-        assert loaded is not None
-        assert loaded.inline_data is not None
-        assert loaded.inline_data.data == data
+        assert await service.load_artifact(**HERE, version=version) == blob(data)
     for version in (3, -1):
         assert await service.load_artifact(**HERE, version=version) is None
         assert await service.get_artifact_version(**HERE, version=version) is None
     listed = await service.list_artifact_versions(**HERE)
-    assert [(one.version, one.custom_metadata) for one in listed] == [
-        (0, {}),
-        (1, {"n": 1}),
-        (2, {"n": 2}),
-    ]
+    assert [one.version for one in listed] == [0, 1, 2]
+    assert [one.custom_metadata for one in listed] == [{}, {"n": 1}, {"n": 2}]
     assert listed[0].create_time <= listed[2].create_time
     assert len({one.canonical_uri for one in listed}) == 3
-    one = await service.get_artifact_version(**HERE, version=1)
-    assert one == listed[1]
+    assert await service.get_artifact_version(**HERE, version=1) == listed[1]
 
 
 async def test_unknown_artifacts(service: BaseArtifactService) -> None:
@@ -157,28 +147,17 @@ async def test_names_belong_to_a_session_or_to_the_user(service: BaseArtifactSer
     await save("user:z", "s1")
     await save("user:b.txt", None)
     await save("b.txt", "s1", "bob")
-    assert await service.list_artifact_keys(**WHO, session_id="s1") == [
-        "a.txt",
-        "b.txt",
-        "user:b.txt",
-        "user:z",
-    ]
-    assert await service.list_artifact_keys(**WHO, session_id="s2") == [
-        "b.txt",
-        "user:b.txt",
-        "user:z",
-    ]
-    assert await service.list_artifact_keys(**WHO) == ["user:b.txt", "user:z"]
-    for session_id in ("s1", "s3", None):
+    for_sessions = {"s1": ["a.txt", "b.txt"], "s2": ["b.txt"], "s3": [], None: []}
+    for session_id, names in for_sessions.items():
+        listed = await service.list_artifact_keys(**WHO, session_id=session_id)
+        assert listed == [*names, "user:b.txt", "user:z"]
         loaded = await service.load_artifact(**WHO, session_id=session_id, filename="user:z")
         assert loaded == types.Part(text="ada s1 user:z")
     await service.delete_artifact(**WHO, session_id="s1", filename="b.txt")
     assert "b.txt" not in await service.list_artifact_keys(**WHO, session_id="s1")
     assert "b.txt" in await service.list_artifact_keys(**WHO, session_id="s2")
-    bobs = await service.load_artifact(
-        app_name="clinic", user_id="bob", session_id="s1", filename="b.txt"
-    )
-    assert bobs == types.Part(text="bob s1 b.txt")
+    bobs = HERE | {"user_id": "bob", "filename": "b.txt"}
+    assert await service.load_artifact(**bobs) == types.Part(text="bob s1 b.txt")
     with pytest.raises(InputValidationError):
         await save("b.txt", None)
     with pytest.raises(InputValidationError):
@@ -207,18 +186,13 @@ def reference(session_id: str | None, filename: str, version: int = 0) -> types.
 async def test_references_are_followed(service: BaseArtifactService) -> None:
     target = types.Part(text="target")
     await service.save_artifact(**HERE, artifact=target)
-    await service.save_artifact(
-        **WHO, session_id="s1", filename="link", artifact=reference("s1", "scan.png")
-    )
-    await service.save_artifact(
-        **WHO, session_id="s1", filename="link2", artifact=reference("s1", "link")
-    )
-    for name in ("link", "link2"):
-        loaded = await service.load_artifact(**WHO, session_id="s1", filename=name)
-        assert loaded == target
-    found = await service.get_artifact_version(**WHO, session_id="s1", filename="link")
-    assert found is not None
-    assert found.mime_type is None
+    for name, target_name in (("link", "scan.png"), ("link2", "link")):
+        link = HERE | {"filename": name}
+        await service.save_artifact(**link, artifact=reference("s1", target_name))
+        assert await service.load_artifact(**link) == target
+        found = await service.get_artifact_version(**link)
+        assert found is not None
+        assert found.mime_type is None
 
 
 async def test_reference_that_leaves_the_scope_or_runs_in_circles(
@@ -319,12 +293,9 @@ async def test_artifact_is_not_saved_where_the_disk_of_the_store_was_unmounted(
 
 async def test_streams(ours: EncryptedArtifactService) -> None:
     data = bytes(range(256)) * 1000
-    saved = await ours.save_stream(
-        **HERE, pieces=pieces(data[:10], data[10:], b""), mime_type="video/mp4"
-    )
-    assert saved == 0
-    loaded = await ours.load_artifact(**HERE)
-    assert loaded == blob(data, "video/mp4")
+    parts = pieces(data[:10], data[10:], b"")
+    assert await ours.save_stream(**HERE, pieces=parts, mime_type="video/mp4") == 0
+    assert await ours.load_artifact(**HERE) == blob(data, "video/mp4")
     for start, stop in ((0, None), (0, 0), (70_000, 70_001), (65_536, None), (255_999, 256_000)):
         stream = await ours.open_stream(**HERE, start=start, stop=stop)
         assert stream is not None
@@ -388,5 +359,5 @@ async def test_names_that_json_would_make_equal_are_kept_apart(
     for name in names:
         await ours.save_artifact(**HERE | {"filename": name}, artifact=types.Part(text=ascii(name)))
     for name in names:
-        loaded = await ours.load_artifact(**HERE | {"filename": name})
-        assert loaded == types.Part(text=ascii(name))
+        here = HERE | {"filename": name}
+        assert await ours.load_artifact(**here) == types.Part(text=ascii(name))
