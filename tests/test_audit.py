@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from google.adk.events import Event
-from google.adk.sessions import DatabaseSessionService
+from google.adk.sessions import DatabaseSessionService, InMemorySessionService
 from google.genai import types
 
 from adk_secure_sessions import (
@@ -22,6 +22,8 @@ from adk_secure_sessions import (
     ConfigurationError,
     DecryptionError,
     EncryptedSessionService,
+    NoOpBackend,
+    PlaintextRefusedError,
     WrongKeyError,
     audit,
     audit_actor,
@@ -29,6 +31,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
+from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
@@ -293,6 +296,18 @@ async def test_commands_on_contents_are_recorded(log: Log, url: str, tmp_path: P
         ("purge_blobs", "success"),
         ("rotate_data_and_blobs", "success"),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:NoOpBackend")
+@pytest.mark.parametrize("wraps", [False, True], ids=["service", "wrapper"])
+async def test_plaintext_keyring_is_recorded_as_rejected(log: Log, url: str, wraps: bool) -> None:
+    async with EncryptedSessionService(url, NoOpBackend()) as service:
+        await service.prepare_tables()
+    backend = AesGcmBackend(KEY)
+    wrapper = EncryptedSessionWrapper(InMemorySessionService(), backend, key_db_url=url)
+    with pytest.raises(PlaintextRefusedError):
+        await (wrapper if wraps else EncryptedSessionService(url, backend)).prepare_tables()
+    assert [one["reason"] for one in log.records("record.rejected")] == ["plaintext"]
 
 
 async def test_wrong_key_is_recorded(log: Log, url: str) -> None:

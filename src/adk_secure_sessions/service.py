@@ -209,10 +209,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
-        if self._recording.trail is None:
-            await self._runner.keyring()
-        else:
-            await AuditedCall(self._recording.trail).run(self._runner.keyring)
+        await AuditedCall(self._recording.trail).run(self._runner.keyring)
 
     @audited_access("session.create")
     async def create_session(

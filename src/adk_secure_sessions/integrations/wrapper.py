@@ -29,7 +29,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 from google.genai import types
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, audited_access
+from adk_secure_sessions.audit import Audit, AuditedCall, audited_access
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.caches import Caches
@@ -165,7 +165,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
-        await self._runner.database_keys()
+        await AuditedCall(None).run(self._runner.keyring)
         await _call_if_defined(self._inner, "prepare_tables")
 
     @audited_access("session.create")
