@@ -6,8 +6,11 @@ user ids or session ids.
 """
 
 import re
+from copy import copy
 from enum import StrEnum
-from typing import Self
+from typing import Self, TypeVar
+
+E = TypeVar("E", bound=Exception)
 
 
 class SecureSessionError(Exception):
@@ -74,6 +77,14 @@ class ArtifactStoreError(SecureSessionError):
     The message says what to do.  It contains no credentials, and does not quote the error of
     the object store.
     """
+
+
+def copy_of(error: E) -> E:
+    """Return a copy of *error* for another caller, who may add notes to it, without a traceback.
+
+    An exception of another package is returned itself, because it may not be possible to copy it.
+    """
+    return copy(error) if type(error).__module__ == __name__ else error
 
 
 def install_command(extra: str) -> str:

@@ -227,6 +227,9 @@ async def test_file_that_was_moved_away_is_an_error_until_it_is_back(
     aside = path.with_name("aside.db")
     path.rename(aside)
     errors = await each_operation(service, session)
+    creations = (create(service, f"number {number}") for number in range(8))
+    found = await asyncio.gather(*creations, return_exceptions=True)
+    assert len({id(error) for error in found}) == 8, "two callers got the same error object"
     assert not path.exists()
     aside.rename(path)
     back = time.monotonic()

@@ -50,7 +50,7 @@ from adk_secure_sessions.db.protocol import (
     apply_in_turn,
     run_steps,
 )
-from adk_secure_sessions.errors import ConfigurationError, DatabaseError
+from adk_secure_sessions.errors import ConfigurationError, DatabaseError, copy_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -439,9 +439,12 @@ class Job:
         return self._claim.acquire(blocking=False)
 
     def fail(self, error: BaseException) -> None:
-        """Store *error* as the outcome, translated: the driver's error refers to parameters."""
+        """Store *error* as the outcome, translated: the driver's error refers to parameters.
+
+        All jobs of a batch may fail with one *error*, so each stores a copy.
+        """
         self.value = None
-        self.error = translated(error) if isinstance(error, Exception) else error
+        self.error = copy_of(translated(error)) if isinstance(error, Exception) else error
 
     def wake(self, call_soon: Callable[..., object]) -> None:
         """Wake the task, if it awaits the job already."""

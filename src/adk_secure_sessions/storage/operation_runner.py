@@ -42,7 +42,12 @@ from adk_secure_sessions.db.protocol import (
     UniqueViolation,
     retried,
 )
-from adk_secure_sessions.errors import ConfigurationError, SecureSessionError, UnknownKeyError
+from adk_secure_sessions.errors import (
+    ConfigurationError,
+    SecureSessionError,
+    UnknownKeyError,
+    copy_of,
+)
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.data_keys import (
@@ -632,14 +637,14 @@ class OperationRunner:
             if database_keys.keyring is not old:
                 return
             if self._keyring_error is not None and time.monotonic() < self._keyring_retry_at:
-                raise self._keyring_error.with_traceback(None)
+                raise copy_of(self._keyring_error)
             self._keyring_error = None
             # Other tasks use *old* meanwhile, also if a row whose key service failed is due again.
             retry_at, old.retry_at = old.retry_at, math.inf
             try:
                 renewed = await retried(lambda: self._open_keyring(old))
             except SecureSessionError as error:
-                self._keyring_error = error
+                self._keyring_error = copy_of(error)
                 self._keyring_retry_at = time.monotonic() + self.keyring_pause
                 raise
             finally:
