@@ -166,7 +166,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
-            cache=cache,
+            cache_sizes=cache,
             packing=packing,
         )
         self._runner = runner

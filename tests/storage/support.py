@@ -272,7 +272,7 @@ class Stored:
 
     def attempt(self, keys: TransactionKeys) -> Attempt:
         cache = RowCache(10)
-        return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.sequence)
+        return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.clock)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

@@ -116,7 +116,7 @@ CACHES = Caches(sessions=10, data_keys=10)
 
 
 def runner_of(executors: Executors, keyrings: OpenKeyring | None = None) -> OperationRunner:
-    return OperationRunner(executors, backends(), keyrings or KeyringReads(), cache=CACHES)
+    return OperationRunner(executors, backends(), keyrings or KeyringReads(), cache_sizes=CACHES)
 
 
 def load_keys(attempt: Attempt) -> str:
@@ -520,7 +520,9 @@ async def filled_runner(
     executors: Executors, keyrings: OpenKeyring, seconds: float = 300.0
 ) -> OperationRunner:
     """A runner that has read a session: its keys, its rows and its ids are cached."""
-    runner = OperationRunner(executors, backends(), keyrings, cache=Caches(10, 10, seconds=seconds))
+    runner = OperationRunner(
+        executors, backends(), keyrings, cache_sizes=Caches(10, 10, seconds=seconds)
+    )
     assert await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: None))
     return runner
 
@@ -528,7 +530,7 @@ async def filled_runner(
 async def cache_of(runner: OperationRunner) -> weakref.ref[object]:
     reading = Scripted("done")
     await runner.run(reading)
-    return weakref.ref(reading.attempts[0].cache)
+    return weakref.ref(reading.attempts[0].row_cache)
 
 
 READ_WITH_KEYS = "read SESSION_WITH_ALL_EVENTS with keys"
@@ -701,7 +703,7 @@ async def test_nothing_is_kept_after_close(rejected: bool) -> None:
     if rejected:
         with pytest.raises(WrongKeyError):
             await runner.run(operation)
-    rows = weakref.ref(operation.attempts[0].cache)
+    rows = weakref.ref(operation.attempts[0].row_cache)
     keys = weakref.ref(await runner.database_keys())
     await runner.close()
     del stored, operation

@@ -145,7 +145,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             executors,
             backends,
             partial(open_database, executors, backends, create_tables),
-            cache=cache,
+            cache_sizes=cache,
             packing=packing,
         )
         self._skips_unreadable = skip_unreadable_sessions

@@ -130,7 +130,7 @@ class Database(HoldsSecrets, ClosedByWith):
             executors,
             backends,
             self._open_keyring,
-            cache=_CACHE,
+            cache_sizes=_CACHE,
             keyring_pause=0,
             before_use=self._record_command,
             packing=packing,

@@ -78,7 +78,7 @@ def _open_owner(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | 
 
     The data key may have been deleted or tampered with since the row was cached.
     """
-    attempt = attempt._replace(cache=RowCache(0))
+    attempt = attempt._replace(row_cache=RowCache(0))
     if of_user:
         return rows.user and sealed_rows.open_owner(attempt, rows, rows.user)
     return sealed_rows.open_app(attempt, rows)
@@ -122,7 +122,7 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
 
     async def execute(self, attempt: Attempt, executors: Executors) -> CheckedSession[E] | None:
         rows = await attempt.read(executors, sql.SESSION_WITH_ALL_EVENTS)
-        attempt = attempt._replace(cache=RowCache(0))
+        attempt = attempt._replace(row_cache=RowCache(0))
         if self.checks_owners:
             _, user = sealed_rows.open_owners(attempt, rows)
         else:

@@ -81,14 +81,14 @@ class CachedRow(NamedTuple, Generic[V]):
     """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
 
     If a later read returns exactly the same row and witness, the row is not decrypted again.
-    *sequence* is `RowCache.sequence` when this process read or wrote the row.  For a session,
+    *cached_at* was `RowCache.clock` when this process read or wrote the row.  For a session,
     *last_event_is_verified* is True if this process has decrypted or written its last event.  An
     append then needs no read.
     """
 
     witness: WitnessRow | None
     value: V
-    sequence: int
+    cached_at: int
     last_event_is_verified: bool = False
 
 
@@ -153,7 +153,7 @@ class EventCache(Lru[bytes, CachedEvents]):
 class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
-    *sequence* counts the new entries: it tells whether an entry was made before an attempt began.
+    *clock* counts the new entries: it tells whether an entry was made before an attempt began.
     *found_erased_user* is True once a read found that the row of a cached user was deleted.
     """
 
@@ -162,7 +162,7 @@ class RowCache:
         self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
         self.events: EventCache = EventCache(size_of_events)
-        self.sequence: int = 0
+        self.clock: int = 0
         self.found_erased_user: bool = False
 
     def put(
@@ -184,8 +184,8 @@ class RowCache:
             if cached.value.version > value.version:
                 return
             witness = witness or cached.witness
-        self.sequence += 1
-        rows.put(tag, CachedRow(witness, value, self.sequence, is_verified))
+        self.clock += 1
+        rows.put(tag, CachedRow(witness, value, self.clock, is_verified))
 
     def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
         self.put(self.users if value.is_user else self.apps, witness, value)
@@ -258,10 +258,10 @@ class Attempt(NamedTuple):
 
     identity: Identity
     keys: TransactionKeys
-    cache: RowCache
+    row_cache: RowCache
     key_source: KeySource
     may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
-    sequence_at_start: int = 0  # `cache.sequence` at the start: see `_reject_older`
+    began_at: int = 0  # `row_cache.clock` at the start: see `was_overtaken_by`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     on_commit: list[Callable[[], None]] | None = None
     chooses_keys: bool = True  # whether to choose current data keys: for a write, or the cache
@@ -272,7 +272,7 @@ class Attempt(NamedTuple):
         """Whether another attempt would raise UnknownKeyError again."""
         return len(self.progress.sources) == 1 and not self.progress.needs_keyring(self.keys)
 
-    def call_on_commit(self, call: Callable[[], None]) -> None:
+    def call_when_committed(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
         if self.on_commit is None:
             call()
@@ -281,7 +281,9 @@ class Attempt(NamedTuple):
 
     def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
         """After the commit, cache *session*, whose row this write stores."""
-        self.call_on_commit(partial(self.cache.put_session, session, witness, is_verified=True))
+        self.call_when_committed(
+            partial(self.row_cache.put_session, session, witness, is_verified=True)
+        )
 
     def run_on_commit(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
@@ -309,17 +311,17 @@ class Attempt(NamedTuple):
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
         """Whether *cached* was made since this attempt began, perhaps after it had read the row."""
-        return cached is not None and cached.sequence > self.sequence_at_start
+        return cached is not None and cached.cached_at > self.began_at
 
     def forget_session(self) -> None:
         """Remove the session from the caches, because its row is not stored."""
         tag = self.identity.session_tag
-        if not self.was_overtaken_by(self.cache.sessions.get(tag)):
-            self.cache.forget_session(tag)
+        if not self.was_overtaken_by(self.row_cache.sessions.get(tag)):
+            self.row_cache.forget_session(tag)
 
     def forget_user(self) -> None:
         """Remove the user and the session from the caches, because the user's row is not stored."""
-        cache, identity = self.cache, self.identity
+        cache, identity = self.row_cache, self.identity
         cached = cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag)
         if self.was_overtaken_by(cached):
             return
@@ -405,7 +407,7 @@ class OperationRunner:
     _backends: Backends | None
     _open_keyring: OpenKeyring
     _: KW_ONLY
-    cache: Caches = Caches()
+    cache_sizes: Caches = Caches()
     keyring_pause: float = RETRY_PAUSE
     before_use: Callable[[Keyring], Awaitable[None]] | None = None
     packing: Packing = Packing()
@@ -519,7 +521,7 @@ class OperationRunner:
                 opened.row_cache,
                 source,
                 may_skip_read,
-                sequence_at_start=opened.row_cache.sequence,
+                began_at=opened.row_cache.clock,
                 locks_rows=retries is not None and retries.locks_rows,
                 on_commit=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,
@@ -696,11 +698,11 @@ class OperationRunner:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         writer_id = self.backends.writing.backend_id
         return _OpenState(
-            DatabaseKeys(keyring, self.backends.by_id, writer_id, self.cache.data_keys),
-            RowCache(self.cache.sessions, self.cache.events),
-            Lru(self.cache.sessions),
+            DatabaseKeys(keyring, self.backends.by_id, writer_id, self.cache_sizes.data_keys),
+            RowCache(self.cache_sizes.sessions, self.cache_sizes.events),
+            Lru(self.cache_sizes.sessions),
             {},
-            time.monotonic() + self.cache.seconds,
+            time.monotonic() + self.cache_sizes.seconds,
             WeakKeyDictionary(),
         )
 

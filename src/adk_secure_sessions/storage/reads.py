@@ -70,7 +70,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         self, attempt: Attempt, executors: Executors
     ) -> tuple[SessionView, list[E]] | None:
         if self.caches:
-            cached = attempt.cache.events.get(self.identity.session_tag)
+            cached = attempt.row_cache.events.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.EVENT_CACHE, hit=cached is not None)
             if cached is not None:
                 query, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
@@ -78,7 +78,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
                 try:
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
-                    attempt.cache.events.drop(self.identity.session_tag)
+                    attempt.row_cache.events.drop(self.identity.session_tag)
         query = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
             query = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
@@ -92,7 +92,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         if session is None or user is None or app is None:
             return None
         if session.has_expired and not self.finds_expired:
-            attempt.cache.events.drop(session.row.tag)
+            attempt.row_cache.events.drop(session.row.tag)
             return None
         view = SessionView(session, user.user_id, app.state, user.state)
         if not self.caches:
@@ -144,7 +144,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         `_DoesNotFollow`: the caller reads the whole session, which raises the error if a row was
         tampered with.
         """
-        cache = attempt.cache.events
+        cache = attempt.row_cache.events
         if cached is None:
             if not 0 < session.row.revision == len(rows.events):
                 return await self.decoded_events(attempt, rows, session)

@@ -82,7 +82,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     """Return the decrypted *row* of the app, or of any of its users; the cached one if nothing has
     changed.
     """
-    cache = attempt.cache.users if type(row) is UserRow else attempt.cache.apps
+    cache = attempt.row_cache.users if type(row) is UserRow else attempt.row_cache.apps
     cached, witness = cache.get(row.tag), rows.witnesses.get(row.tag)
     if cached and cached.value.row == row and witness and cached.witness == witness:
         owner = cached.value
@@ -97,7 +97,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
-        attempt.call_on_commit(partial(attempt.cache.put_owner, witness, owner))
+        attempt.call_when_committed(partial(attempt.row_cache.put_owner, witness, owner))
     if attempt.chooses_keys:
         attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
@@ -155,7 +155,7 @@ def open_session_row(
     If the row and its version witness equal the cached ones, the cached session is returned, but
     not if it needs a snapshot, which is never cached.
     """
-    cache, witness = attempt.cache, rows.witnesses.get(row.tag)
+    cache, witness = attempt.row_cache, rows.witnesses.get(row.tag)
     cached, unchanged = cache.sessions.get(row.tag), None
     if (
         cached
@@ -173,7 +173,7 @@ def open_session_row(
         _reject_older(attempt, cached, row.id, row.revision)
     is_verified = not row.revision or bool(unchanged and unchanged.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
-    attempt.call_on_commit(put)
+    attempt.call_when_committed(put)
     return session
 
 
@@ -301,7 +301,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
         return
     if last != session.head:
         raise other_history().located(SESSIONS.name, session.row.id)
-    attempt.call_on_commit(partial(attempt.cache.set_last_event_verified, session))
+    attempt.call_when_committed(partial(attempt.row_cache.set_last_event_verified, session))
 
 
 def other_history() -> TamperedError:

@@ -194,7 +194,9 @@ class OwnerChanges:
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
         witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
-        self._attempt.call_on_commit(partial(self._attempt.cache.put_owner, witness, owner))
+        self._attempt.call_when_committed(
+            partial(self._attempt.row_cache.put_owner, witness, owner)
+        )
         return owner, witness
 
     def _ensure_first_key(self, owner_tag: bytes) -> None:
@@ -403,7 +405,8 @@ class CachedOwners(NamedTuple):
 def cached_owners(attempt: Attempt) -> CachedOwners | None:
     """Return the cached app and user, for whom a session can be created without a read, or None."""
     identity = attempt.identity
-    app, user = attempt.cache.apps.get(identity.app_tag), attempt.cache.users.get(identity.user_tag)
+    app = attempt.row_cache.apps.get(identity.app_tag)
+    user = attempt.row_cache.users.get(identity.user_tag)
     if not (app and user and app.witness and user.witness):
         return None
     same = (user.value.user_id, user.value.app_row) == (identity.user_id, app.value.row.id)
@@ -459,7 +462,7 @@ class AppendEvent(Write[StoredSession]):
         if not attempt.may_skip_read or self.event.app_delta or self.event.user_delta:
             return None
         identity = attempt.identity
-        cached = attempt.cache.verified_session(identity.session_tag)
+        cached = attempt.row_cache.verified_session(identity.session_tag)
         if cached is None or cached.id_and_revision != self.expected or cached.has_expired:
             return None
         is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.state)
@@ -508,7 +511,7 @@ class AppendEvent(Write[StoredSession]):
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
         self._sent_results[event_row.event] = new
         attempt.cache_session(new)
-        attempt.call_on_commit(partial(self.on_commit, new))
+        attempt.call_when_committed(partial(self.on_commit, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
@@ -518,7 +521,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._sent_results.get(row[EVENT_RECORD])
                 if session:
-                    attempt.call_on_commit(partial(self.on_commit, session))
+                    attempt.call_when_committed(partial(self.on_commit, session))
                     return session
         raise StaleRevision
 
@@ -535,7 +538,7 @@ class DeleteSession(Write[bool | None]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
-        cached = attempt.cache.verified_session(tag) if attempt.may_skip_read else None
+        cached = attempt.row_cache.verified_session(tag) if attempt.may_skip_read else None
         if cached and self.condition is None:
             if not (yield Apply(self._changes(attempt, cached))):
                 raise CacheMiss
@@ -556,7 +559,7 @@ class DeleteSession(Write[bool | None]):
         waits for the lock of that row, then finds no row, and adds no event.
         """
         self._sent_results[session.row.id] = True
-        attempt.call_on_commit(partial(attempt.cache.forget_session, session.row.tag))
+        attempt.call_when_committed(partial(attempt.row_cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
         return [row, witness, *_deletions_by_id(attempt, session)]
