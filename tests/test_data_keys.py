@@ -251,7 +251,7 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(
 def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key(keys: DatabaseKeys) -> None:
     (bobs,) = made(keys, 1, BOB)
     staged = read(keys, [junk(bobs)._replace(owner=ADA)])
-    assert not staged.has_keys(ADA)
+    assert not staged.has_fresh_keys(ADA)
     assert staged.new(ADA).generation == 8
 
 
@@ -285,7 +285,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     staged = TransactionKeys(both, accepts_changed_keyring=False)
     with pytest.raises(StaleKeyring):
         staged.load([planted], fingerprints(keyring(MASTER)))
-    assert not staged.has_keys(ADA)
+    assert not staged.has_fresh_keys(ADA)
     both.keyring = keyring(MASTER)
     again = TransactionKeys(both)
     again.load([planted], fingerprints(keyring(MASTER)))
@@ -311,7 +311,7 @@ def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
         assert not staged.lacks_master
         staged.load(rows, stored)
         assert staged.lacks_master == lacks_master
-        assert staged.has_keys(ADA)
+        assert staged.has_fresh_keys(ADA)
 
 
 def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_database_id() -> (

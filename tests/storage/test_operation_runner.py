@@ -288,7 +288,7 @@ async def test_key_database_is_read_before_the_attempt() -> None:
     assert operation.sources == [KeySource.KEY_DATABASE]
     assert (data.requests, keys.requests) == ([], ["read data keys of owners"])
     attempt = operation.attempts[0]
-    assert attempt.keys.has_keys(WHO.user_tag)
+    assert attempt.keys.has_fresh_keys(WHO.user_tag)
 
 
 async def test_key_that_the_key_database_lacks_is_looked_up_twice() -> None:
@@ -452,7 +452,7 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     executors, executor = one_database(key_rows([row], newer), key_rows([row], newer))
     runner = runner_of(executors, KeyringReads(keyring(), newer))
     keys = await runner.load_data_keys(WHO.user_tag)
-    assert keys.has_keys(WHO.user_tag)
+    assert keys.has_fresh_keys(WHO.user_tag)
     assert (await runner.keyring()) is newer
     # They are read again after the keyring, because both may have changed meanwhile.
     assert executor.requests == ["read data keys of owners"] * 2

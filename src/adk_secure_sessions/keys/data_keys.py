@@ -181,7 +181,7 @@ class TransactionKeys:
         # The data keys that this transaction has read, created or taken from the cache, by owner.
         # The cache may remove or replace them meanwhile, but the transaction continues to use them.
         self._by_owner: dict[bytes, OwnerKeys] = {}
-        self._own: set[bytes] = set()  # the owners whose keys were read or created
+        self._fresh_owners: set[bytes] = set()  # the owners whose keys were read or created
         self._owner_tags: dict[int, bytes] = {}  # by data key id
         # The owner and the error of each rejected row of `secure_data_keys`, by the id in the row.
         self._rejected: dict[int, tuple[bytes, DecryptionError]] = {}
@@ -231,7 +231,7 @@ class TransactionKeys:
                 self._highest_generation[row.owner] = max(known, row.generation)
         for tag, keys in by_owner.items():
             self._by_owner[tag] = OwnerKeys(keys, None, newest[tag])
-            self._own.add(tag)
+            self._fresh_owners.add(tag)
             self._owner_tags.update(dict.fromkeys(keys, tag))
 
     def choose_current(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
@@ -264,7 +264,7 @@ class TransactionKeys:
         assert keys.current is not None
         backend_id = keys.current.backend_id
         replaced = {key.id for key in keys.by_id.values() if key and key.backend_id == backend_id}
-        may_exist = keys.by_id if owner_tag in self._own else key_ids
+        may_exist = keys.by_id if owner_tag in self._fresh_owners else key_ids
         kept = (key_id for key_id in key_ids if key_id in may_exist and key_id not in replaced)
         return (keys.current.id, *kept)
 
@@ -297,7 +297,7 @@ class TransactionKeys:
         row = wrap_data_key(row, keyring, master_id, key)
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
-        self._own.add(owner_tag)
+        self._fresh_owners.add(owner_tag)
         self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
@@ -312,11 +312,11 @@ class TransactionKeys:
         keyring = self._database_keys.keyring
         return {"master_id": keyring.wrapping_master_id, "master_count": keyring.row_count}
 
-    def has_keys(self, owner_tag: bytes) -> bool:
+    def has_fresh_keys(self, owner_tag: bytes) -> bool:
         """Return whether this transaction has read or created an authentic key of the owner."""
-        return owner_tag in self._own
+        return owner_tag in self._fresh_owners
 
-    def has_loaded(self, row: DataKeyRow) -> bool:
+    def has_accepted(self, row: DataKeyRow) -> bool:
         """Return whether `load` has read *row*, and accepted it."""
         return row.id in self._owner_tags
 
@@ -433,7 +433,7 @@ class TransactionKeys:
 
     def publish(self) -> None:
         """Put the data keys that this transaction has read or created into the cache."""
-        for tag in self._own:
+        for tag in self._fresh_owners:
             self._database_keys.by_owner.put(tag, self._by_owner[tag])
         for key_id, tag in self._owner_tags.items():
             self._database_keys.owner_tags.put(key_id, tag)
@@ -441,7 +441,7 @@ class TransactionKeys:
     def forget(self, owner_tag: bytes) -> None:
         """Remove the owner's data keys from the cache, because the owner's row is not stored."""
         self._database_keys.by_owner.drop(owner_tag)
-        if owner_tag not in self._own:
+        if owner_tag not in self._fresh_owners:
             self._by_owner.pop(owner_tag, None)
 
     def _keys_of(self, owner_tag: bytes) -> OwnerKeys | None:

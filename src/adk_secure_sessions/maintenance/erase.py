@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
-from adk_secure_sessions.storage.features.index_rows import row_of_user
+from adk_secure_sessions.storage.features.index_rows import index_row_id
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -282,7 +282,7 @@ class _UserRows:
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._users:
-            self._delete(indexed, indexed.c.row_id.in_(map(row_of_user, self._users)))
+            self._delete(indexed, indexed.c.row_id.in_(map(index_row_id, self._users)))
         for start in range(0, len(locked), self._size):
             ids, tags = zip(*locked[start : start + self._size], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))

@@ -132,7 +132,7 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
         if session is None:
             return None
         whole = GetSession(self.identity, self.decode)
-        return CheckedSession(session, await whole.decoded_events(attempt, rows, session), rows)
+        return CheckedSession(session, await whole.checked_events(attempt, rows, session), rows)
 
 
 class RenewedKey(NamedTuple):
@@ -178,7 +178,7 @@ class RenewKey(Write[RenewedKey]):
             owner_changes.new_key(row.tag, self.not_before)
         elif owner.key_ids == (current.id,):
             return RenewedKey()
-        owner_changes.update(owner._replace(key_ids=()))
+        owner_changes.store_next_version(owner._replace(key_ids=()))
         yield from apply_changes(owner_changes.changes)
         return RenewedKey(created=bool(keys.new_rows or stored), changed=True)
 

@@ -543,7 +543,7 @@ class OperationRunner:
                 else:
                     keys.publish()
                     for row in progress.unconfirmed_keys:
-                        if keys.has_loaded(row):
+                        if keys.has_accepted(row):
                             _record_data_key(database_keys.keyring, row)
                     _cache_identity(opened, identity)
                     return result

@@ -119,19 +119,19 @@ class RowKind:
         _ROW_MAKERS.append((row_type, itemgetter(*positions)))
 
     def select(
-        self, *conditions: sa.ColumnElement[bool], last_number: Any = None, last_blob: Any = None
+        self, *conditions: sa.ColumnElement[bool], extra_integer: Any = None, extra_blob: Any = None
     ) -> sa.Select[Any]:
-        """Return a SELECT of the rows for which *conditions* hold; *last_number* and *last_blob*
+        """Return a SELECT of the rows for which *conditions* hold; *extra_integer* and *extra_blob*
         are the SQL expressions of the last integer and the last binary value.
         """
         columns = [sa.literal_column(str(self.number)), *self._integers]
         columns += [_ZERO] * (1 + _NUMBERS - len(columns))
-        if last_number is not None:
-            columns[_NUMBERS] = last_number
+        if extra_integer is not None:
+            columns[_NUMBERS] = extra_integer
         columns += self._blobs
         columns += [sa.cast(sa.null(), sa.LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
-        if last_blob is not None:
-            columns[-1] = last_blob
+        if extra_blob is not None:
+            columns[-1] = extra_blob
         labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
         return sa.select(*labels).where(*conditions)
 
@@ -194,7 +194,7 @@ def _select_sessions(
 ) -> sa.Select[Any]:
     highest = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
     last_seq = sa.func.coalesce(highest.scalar_subquery(), sa.literal_column("-1"))
-    query = _SESSION_KIND.select(*conditions, last_number=last_seq, last_blob=seal)
+    query = _SESSION_KIND.select(*conditions, extra_integer=last_seq, extra_blob=seal)
     return query.select_from(source)
 
 
@@ -206,11 +206,13 @@ def _select_listed(
     With the witnesses in rows of their own, a listing of 100 sessions takes 10% more time.
     """
     c = witnesses.c
-    own = sa.and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
-    return _select_sessions(*conditions, source=source.outerjoin(witnesses, own), seal=c.seal)
+    same_session = sa.and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
+    return _select_sessions(
+        *conditions, source=source.outerjoin(witnesses, same_session), seal=c.seal
+    )
 
 
-def index_row_of_user(user_row: Any) -> sa.ColumnElement[int]:
+def index_row_id_sql(user_row: Any) -> sa.ColumnElement[int]:
     """Return the SQL expression for `row_id` in the rows of `secure_state_index` of a user."""
     minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
     row_id: sa.ColumnElement[int] = minus_one - user_row
@@ -241,11 +243,11 @@ def _listing(*conditions: sa.ColumnElement[bool]) -> QueryVariants:
 
     Without the collections, an attacker could hide a session by marking its row as a collection.
     """
-    mine = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
+    of_user = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
     return _variants(
         *_APP_AND_USER,
-        _select_listed(mine),
-        _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, mine),
+        _select_listed(of_user),
+        _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_user),
     )
 
 
@@ -269,10 +271,10 @@ def _listing_of_app() -> QueryVariants:
     changing the id of the user's row.
     """
     of_app = users.c.app_row == _APP_ID
-    theirs = sessions.join(users, users.c.id == sessions.c.user_row)
-    listed = _select_listed(of_app, source=theirs)
+    sessions_and_users = sessions.join(users, users.c.id == sessions.c.user_row)
+    listed = _select_listed(of_app, source=sessions_and_users)
     states = _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_app)
-    return _user_variants(of_app, listed, states.select_from(theirs))
+    return _user_variants(of_app, listed, states.select_from(sessions_and_users))
 
 
 FoundBy = Literal["session", "user", "expiry"]  # see `page_of_sessions`
@@ -319,7 +321,7 @@ def page_of_sessions(
             elif found_by == "session":
                 rows = rows.where(own.in_(sa.select(indexed.c.row_id).where(has_value)))
             else:
-                row = index_row_of_user(indexed.c.row_id)  # its own inverse
+                row = index_row_id_sql(indexed.c.row_id)  # its own inverse
                 rows = rows.where(user.in_(sa.select(row).where(has_value)))
             # The addition prevents the database from using the index of `app_row`.  It would read
             # all users of the app, because it cannot know how few sessions have this value.
@@ -378,7 +380,7 @@ IMPORTED_OWNERS = _variants(
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
 INDEXED_SESSION = _session_variants(_INDEXED_KIND.select(indexed.c.row_id == _SESSION_ID))
 INDEXED_USER = _variants(
-    *_APP_AND_USER, _INDEXED_KIND.select(indexed.c.row_id == index_row_of_user(_USER_ID))
+    *_APP_AND_USER, _INDEXED_KIND.select(indexed.c.row_id == index_row_id_sql(_USER_ID))
 )
 
 
@@ -461,18 +463,27 @@ _owners_as_cached = (
     _same_row(witnesses.alias("user_witnesses"), "user_witness"),
 )
 # The names of these parameters: the values of the two rows, then those of the two witnesses.
-_OWNERS = {"app": apps, "user": users, "app_witness": witnesses, "user_witness": witnesses}
-OWNER_COLUMNS = [f"{name}_{one.name}" for name, table in _OWNERS.items() for one in table.c]
+_CACHED_ROW_TABLES = {
+    "app": apps,
+    "user": users,
+    "app_witness": witnesses,
+    "user_witness": witnesses,
+}
+OWNER_COLUMNS = [
+    f"{name}_{one.name}" for name, table in _CACHED_ROW_TABLES.items() for one in table.c
+]
 INSERT_SESSION_OF_USER = _session_of_user()
 INSERT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached)
 # If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then no
 # session of the user may be imported.  IMPORT_SESSION_OF_CACHED requires that `secure_migrated` has
 # no row of the user at all: it runs without a read, so the MAC of such a row was not checked.
-_row_of_user: sa.Select[Any] = sa.select(sa.literal_column("1")).where(migrated.c.tag == _user_tag)
-_is_not_erased = ~_row_of_user.where(migrated.c.row_id == _ZERO).exists()
+_import_row_of_user: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+    migrated.c.tag == _user_tag
+)
+_is_not_erased = ~_import_row_of_user.where(migrated.c.row_id == _ZERO).exists()
 IMPORT_SESSION = _insert(sessions, sa.select(*_parameters(sessions)).where(_is_not_erased))
 IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
-IMPORT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached, ~_row_of_user.exists())
+IMPORT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached, ~_import_row_of_user.exists())
 INSERT_MIGRATED = sa.insert(migrated)
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
 INSERT_INDEXED = sa.insert(indexed)

@@ -96,17 +96,19 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             return None
         view = SessionView(session, user.user_id, app.state, user.state)
         if not self.caches:
-            return view, await self.decoded_events(attempt, rows, session)
+            return view, await self.checked_events(attempt, rows, session)
         return view, await self._cached_events(attempt, rows, session, cached)
 
-    async def decoded_events(
+    async def checked_events(
         self, attempt: Attempt, rows: QueryRows, session: StoredSession
     ) -> list[E]:
         """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
-        decoded, _ = await self._decode_all(attempt, rows, session, None, self.limit, self.after)
+        decoded, _ = await self._check_and_decode(
+            attempt, rows, session, None, self.limit, self.after
+        )
         return decoded
 
-    async def _decode_all(
+    async def _check_and_decode(
         self,
         attempt: Attempt,
         rows: QueryRows,
@@ -128,7 +130,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         link = NO_LINK if len(rows.events) == session.row.revision else None
         if cached:
             link = cached.link
-        decoded, size, link = await _decoded(
+        decoded, size, link = await _decode_in_chunks(
             attempt, session, rows.events, link, self.decode, after, measures=self.caches
         )
         if limit != 0:
@@ -138,7 +140,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
     async def _cached_events(
         self, attempt: Attempt, rows: QueryRows, session: StoredSession, cached: CachedEvents | None
     ) -> list[E]:
-        """Return the same events as `decoded_events`, and cache all events of the session.
+        """Return the same events as `checked_events`, and cache all events of the session.
 
         *rows* has the events that follow *cached*, or all.  If they do not follow it, raise
         `_DoesNotFollow`: the caller reads the whole session, which raises the error if a row was
@@ -147,11 +149,11 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         cache = attempt.row_cache.events
         if cached is None:
             if not 0 < session.row.revision == len(rows.events):
-                return await self.decoded_events(attempt, rows, session)
+                return await self.checked_events(attempt, rows, session)
         elif cached.row != session.row.id or cached.revision > session.row.revision:
             raise _DoesNotFollow
         try:
-            events, size = await self._decode_all(attempt, rows, session, cached)
+            events, size = await self._check_and_decode(attempt, rows, session, cached)
         except DecryptionError as error:
             if cached is None or isinstance(error, UnknownKeyError):
                 raise
@@ -163,7 +165,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         return extended.part(self.limit, self.after)
 
 
-async def _decoded(
+async def _decode_in_chunks(
     attempt: Attempt,
     session: StoredSession,
     event_rows: Sequence[Row],
@@ -246,8 +248,8 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
             query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
         rows = await attempt.read(executors, query, first=first, last=last, limit=limit + 1)
         _, user = sealed_rows.open_owners(attempt, rows)
-        has_snapshot = query is sql.SESSION_WITH_LAST_EVENTS
-        session = sealed_rows.open_session(attempt, rows, user, with_snapshot=has_snapshot)
+        reads_snapshot = query is sql.SESSION_WITH_LAST_EVENTS
+        session = sealed_rows.open_session(attempt, rows, user, with_snapshot=reads_snapshot)
         if session is None or session.has_expired:
             return None
         if position and position.session_row != session.row.id:
@@ -273,7 +275,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         if self.newest:
             return await self._newest_first(attempt, session, rows, first)
         before = self.position.link if self.position else NO_LINK
-        decoded, _, link = await _decoded(attempt, session, rows, before, self.decode)
+        decoded, _, link = await _decode_in_chunks(attempt, session, rows, before, self.decode)
         if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.row.id, last, link))
@@ -293,7 +295,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
             _, older = sealed_rows.open_events(attempt, session, rows[:1], None)
             assert older is not None, "there is a row"
             before, link, rows = EventPosition(session.row.id, first, older), older, rows[1:]
-        decoded, _, last = await _decoded(attempt, session, rows, link, self.decode)
+        decoded, _, last = await _decode_in_chunks(attempt, session, rows, link, self.decode)
         if self.position is None:
             sealed_rows.check_head(attempt, session, last)
         elif last != self.position.link:
@@ -327,7 +329,7 @@ class Listing(StorageOperation[T]):
         owners = {user.row.id: user for user in await self._users(attempt, executors, rows)}
         app = sealed_rows.open_app(attempt, rows)
         app_state = app.state if app else b""
-        of_app: set[int] = set()  # the users of *app*, so that each is checked once
+        checked_users: set[int] = set()  # the users of *app*, so that each is checked once
         views = []
         tags: set[object] = set()
         for row in rows.sessions:
@@ -346,9 +348,9 @@ class Listing(StorageOperation[T]):
                 session = sealed_rows.open_session_row(
                     attempt, rows, user, row, with_snapshot=self.with_snapshots
                 )
-                if user.row.id not in of_app:
+                if user.row.id not in checked_users:
                     sealed_rows.require_app(app, user)
-                    of_app.add(user.row.id)
+                    checked_users.add(user.row.id)
                 is_wanted = session.has_expired == self.lists_expired
                 if is_wanted and session.row.is_collection == self.is_collection:
                     views.append(SessionView(session, user.user_id, app_state, user.state))

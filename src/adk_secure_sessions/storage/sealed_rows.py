@@ -202,15 +202,20 @@ def _decrypt_session(
                 f"{last}: {item}s were added or removed, or an older row was replayed",
                 Reason.MISMATCH,
             )
-    whose = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
+    identity = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
     if with_snapshot or not has_snapshot:
-        snapshot = _open_snapshot(attempt, rows, whose, user, row, snapshot_link)
+        snapshot = _open_snapshot(attempt, rows, identity, user, row, snapshot_link)
     return StoredSession(row, session_id, overlay, snapshot, head, snapshot_link)
 
 
 def _open_snapshot(
-    attempt: Attempt, rows: QueryRows, whose: Identity, user: Owner, row: SessionRow, link: bytes
+    attempt: Attempt,
+    rows: QueryRows,
+    identity: Identity,
+    user: Owner,
+    row: SessionRow,
+    link: bytes,
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
     with locating_errors(SNAPSHOTS.name, row.id):
@@ -223,7 +228,7 @@ def _open_snapshot(
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
             raise TamperedError("it was removed, or an older row was replayed", Reason.MISMATCH)
-        context = SNAPSHOTS.context(whose.ids, snapshot)
+        context = SNAPSHOTS.context(identity.ids, snapshot)
         own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.state))
         if own_link != link:
             raise TamperedError(

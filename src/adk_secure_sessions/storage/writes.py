@@ -107,7 +107,7 @@ class OwnerChanges:
             row = AppRow(0, identity.app_tag, encode_text(identity.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
-            app = self._changed(app, delta)
+            app = self._merge_delta(app, delta)
         return app
 
     def ensure_user(
@@ -124,26 +124,26 @@ class OwnerChanges:
             row = UserRow(0, app_row, identity.user_tag, 0, b"")
             user = self._insert(row, identity.user_id, delta)
             entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            row_id = index_rows.row_of_user(user.row.id)
+            row_id = index_rows.index_row_id(user.row.id)
             self.changes += index_rows.insertion_changes(row_id, entries)
             return user
-        changed = self._changed(user, delta, *([session.state] if session else ()))
+        changed = self._merge_delta(user, delta, *([session.state] if session else ()))
         if delta:
             self._index(user, delta, {})
         return changed
 
-    def _changed(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
-        """Merge *delta* into the state, and ensure that the row names a key: see `_ensure_key`."""
-        self._ensure_key(owner.row.tag, owner.row.state, *stored)
+    def _merge_delta(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
+        """Merge *delta* into the state; ensure that the row names a key, see `_guard_current_key`."""
+        self._guard_current_key(owner.row.tag, owner.row.state, *stored)
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
-            owner = self.update(owner, delta)
+            owner = self.store_next_version(owner, delta)
         return owner
 
     def set_state(self, owner: Owner, state: bytes) -> Owner:
         """Replace the state of *owner*; return the changed owner."""
-        self._ensure_key(owner.row.tag, owner.row.state)
-        changed = self.update(owner._replace(state=state))
+        self._guard_current_key(owner.row.tag, owner.row.state)
+        changed = self.store_next_version(owner._replace(state=state))
         if owner.is_user and self._keys.keyring.indexed_keys:
             self._index(owner, load_state(state), load_state(owner.state))
         return changed
@@ -152,16 +152,18 @@ class OwnerChanges:
         """Add the index rows of *state*, and remove those of keys that only *replaced* has."""
         new = index_rows.entries(self._attempt, USER_PREFIX, state)
         old = index_rows.entries(self._attempt, USER_PREFIX, replaced)
-        row_id = index_rows.row_of_user(user.row.id)
+        row_id = index_rows.index_row_id(user.row.id)
         self.changes += index_rows.update_changes(row_id, new, old.keys() - new.keys())
 
-    def update(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
+    def store_next_version(self, owner: Owner, delta: JsonObject | None = None) -> Owner:
         """Add the changes that store the next version of *owner*, and return it."""
         old = owner.row
         state = dump_state(load_state(owner.state) | delta) if delta else owner.state
         key_ids = self._keys.ids_to_store(old.tag, owner.key_ids)
         row = old._replace(version=old.version + 1)
-        owner, witness = self._sealed(Owner(row, owner.user_id, state, new_link(), key_ids))
+        owner, witness = self._seal_with_witness(
+            Owner(row, owner.user_id, state, new_link(), key_ids)
+        )
         at = {"at_id": old.id, "at_version": old.version, "at_state": old.state}
         update = sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP
         self.changes.append(Change(update, at | {"version": row.version, "state": owner.row.state}))
@@ -183,13 +185,15 @@ class OwnerChanges:
         self._ensure_first_key(row.tag)
         key_ids = self._keys.ids_to_store(row.tag, ())
         row = row._replace(id=new_row_id())
-        owner, witness = self._sealed(Owner(row, user_id, dump_state(state), new_link(), key_ids))
+        owner, witness = self._seal_with_witness(
+            Owner(row, user_id, dump_state(state), new_link(), key_ids)
+        )
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
         self.changes.append(Change(insert, as_parameters(owner.row)))
         self.changes.append(Change(sql.INSERT_WITNESS, as_parameters(witness)))
         return owner
 
-    def _sealed(self, owner: Owner) -> tuple[Owner, WitnessRow]:
+    def _seal_with_witness(self, owner: Owner) -> tuple[Owner, WitnessRow]:
         """Return *owner* with a new record, and its version witness; the commit caches both."""
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
@@ -208,7 +212,7 @@ class OwnerChanges:
         """
         self._require_fresh_keys()
         separate = self._attempt.key_source is KeySource.KEY_DATABASE
-        if self._keys.has_keys(owner_tag) and not separate:
+        if self._keys.has_fresh_keys(owner_tag) and not separate:
             raise TamperedError(
                 f"the row of the user or app with tag {owner_tag.hex()} was removed: "
                 "its data key is still stored",
@@ -218,7 +222,7 @@ class OwnerChanges:
         if self._keys.current(owner_tag) is None:
             self.new_key(owner_tag)
 
-    def _ensure_key(self, owner_tag: bytes, *stored: bytes) -> None:
+    def _guard_current_key(self, owner_tag: bytes, *stored: bytes) -> None:
         """Make sure that `retire` cannot delete the owner's current data key before the commit.
 
         `retire` never deletes a key at least as new as one that encrypts an unchanged record.  So
@@ -271,7 +275,7 @@ class Write(StorageOperation[T]):
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next
     # attempt finds out whether the value is in the database.
-    _sent_results: dict[object, Any] = field(default_factory=dict, init=False)
+    _possibly_stored: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt, executors: Executors) -> T:
         locks = attempt.locks_rows or self.locks_rows
@@ -284,7 +288,7 @@ class Write(StorageOperation[T]):
         try:
             return await run(transaction, attempt.run_on_commit, in_one_transaction=locks)
         except CacheMiss:
-            self._sent_results.clear()  # only the first attempt uses cached rows
+            self._possibly_stored.clear()  # only the first attempt uses cached rows
             raise
 
     def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
@@ -321,10 +325,10 @@ class CreateSession(Write[SessionView]):
         app, user = sealed_rows.open_owners(attempt, rows)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
-        if stored and stored.row.id not in self._sent_results:
+        if stored and stored.row.id not in self._possibly_stored:
             raise DuplicateSession(has_expired=stored.has_expired)
         if stored and user and app:  # others may have changed it since
-            sent = self._sent_results[stored.row.id]
+            sent = self._possibly_stored[stored.row.id]
             return SessionView(sent, user.user_id, app.state, user.state)
         app = owner_changes.ensure_app(app, self.app_delta)
         changed = owner_changes.ensure_user(user, app.row.id, self.user_delta, rows.session)
@@ -351,8 +355,8 @@ class CreateSession(Write[SessionView]):
             COLLECTION if identity.is_collection else NO_SNAPSHOT, self.now, self.now,
             self.expires_at, b"",
         )  # fmt: skip
-        new = NewSession.sealed(attempt, StoredSession(row, identity.session_id, self.state))
-        self._sent_results[row.id] = new.session
+        new = NewSession.build(attempt, StoredSession(row, identity.session_id, self.state))
+        self._possibly_stored[row.id] = new.session
         return new.session, new.inserts(attempt)
 
 
@@ -367,7 +371,7 @@ class NewSession(NamedTuple):
     other_inserts: Changes
 
     @classmethod
-    def sealed(cls, attempt: Attempt, session: StoredSession) -> "NewSession":
+    def build(cls, attempt: Attempt, session: StoredSession) -> "NewSession":
         """Encrypt *session*, whose state is its overlay; a large state becomes a snapshot."""
         state, rest = session.overlay, []
         if len(state) > OVERLAY_LIMIT:
@@ -434,7 +438,7 @@ class AppendEvent(Write[StoredSession]):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
         cached = self._cached_session(attempt)
-        if cached and (appended := self._changes(attempt, cached)):
+        if cached and (appended := self._build_append(attempt, cached)):
             changes, updated = appended
             if not (yield Apply(changes)):
                 raise CacheMiss
@@ -444,7 +448,7 @@ class AppendEvent(Write[StoredSession]):
         rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
         # With another revision, an earlier attempt may have stored the event.
-        if session.has_expired and (is_expected or not self._sent_results):
+        if session.has_expired and (is_expected or not self._possibly_stored):
             raise MissingSession
         if not is_expected:
             return (yield from self._recognize_lost_answer(attempt))
@@ -452,7 +456,7 @@ class AppendEvent(Write[StoredSession]):
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.ensure_app(app, event.app_delta)
         owner_changes.ensure_user(user, user.app_row, event.user_delta, session.row)
-        appended = self._changes(attempt, session)
+        appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
         yield from apply_changes(changes + owner_changes.changes)
@@ -468,7 +472,7 @@ class AppendEvent(Write[StoredSession]):
         is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.state)
         return cached if is_usable else None
 
-    def _changes(
+    def _build_append(
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[Changes, StoredSession] | None:
         """Return the changes that append the event to *session*, and the updated session; None if a
@@ -509,17 +513,17 @@ class AppendEvent(Write[StoredSession]):
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
         )
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
-        self._sent_results[event_row.event] = new
+        self._possibly_stored[event_row.event] = new
         attempt.cache_session(new)
         attempt.call_when_committed(partial(self.on_commit, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
-        if self._sent_results:
+        if self._possibly_stored:
             where = {"session_row": self.expected.session_row, "v0": self.expected.revision}
             for row in (yield Read(sql.events_at(1), where)):
-                session: StoredSession | None = self._sent_results.get(row[EVENT_RECORD])
+                session: StoredSession | None = self._possibly_stored.get(row[EVENT_RECORD])
                 if session:
                     attempt.call_when_committed(partial(self.on_commit, session))
                     return session
@@ -540,25 +544,27 @@ class DeleteSession(Write[bool | None]):
         tag = attempt.identity.session_tag
         cached = attempt.row_cache.verified_session(tag) if attempt.may_skip_read else None
         if cached and self.condition is None:
-            if not (yield Apply(self._changes(attempt, cached))):
+            if not (yield Apply(self._build_deletion(attempt, cached))):
                 raise CacheMiss
             return True
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
-        if self._sent_results and (session is None or session.row.id not in self._sent_results):
+        if self._possibly_stored and (
+            session is None or session.row.id not in self._possibly_stored
+        ):
             return True  # by an earlier attempt, whose answer was lost; another session has its id
         if session is None:
             return None
         if self.condition is not None and not self.condition(session):
             return False
-        yield from apply_changes(self._changes(attempt, session))
+        yield from apply_changes(self._build_deletion(attempt, session))
         return True
 
-    def _changes(self, attempt: Attempt, session: StoredSession) -> Changes:
+    def _build_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
         """Return the changes that delete *session*, beginning with its row: a concurrent append
         waits for the lock of that row, then finds no row, and adds no event.
         """
-        self._sent_results[session.row.id] = True
+        self._possibly_stored[session.row.id] = True
         attempt.call_when_committed(partial(attempt.row_cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})

@@ -220,10 +220,10 @@ class ReplaceItems(AppendEvent):
                 self._rows[row[EVENT_SEQ]] = row
         return (yield from super().steps(attempt, owner_changes))
 
-    def _changes(
+    def _build_append(
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[Changes, StoredSession] | None:
-        if appended := super()._changes(attempt, session):
+        if appended := super()._build_append(attempt, session):
             appended[0].extend(self._replacement(attempt, seq) for seq in self.replaced)
         return appended
 
@@ -267,7 +267,7 @@ class RewriteItems(Write[StoredSession]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_with_last_event(attempt)
-        if session.row.id in self._sent_results:
+        if session.row.id in self._possibly_stored:
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
@@ -279,7 +279,7 @@ class RewriteItems(Write[StoredSession]):
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)
-        self._sent_results[new.row.id] = new
+        self._possibly_stored[new.row.id] = new
         yield from apply_changes(replacement_changes(attempt, owner_changes, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]

@@ -55,7 +55,7 @@ def check_key(key: object) -> None:
         )
 
 
-def row_of_user(user_row: int) -> int:
+def index_row_id(user_row: int) -> int:
     """Return `row_id` in the rows of a user."""
     return -1 - user_row
 

@@ -230,7 +230,7 @@ def _differences(
     if of_user:
         if user is None:
             return None
-        row_id = index_rows.row_of_user(user.row.id)
+        row_id = index_rows.index_row_id(user.row.id)
         right = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), keys)
     else:
         session = sealed_rows.open_session(attempt, rows, user)
