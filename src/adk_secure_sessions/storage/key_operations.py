@@ -206,7 +206,7 @@ class EnsureOwners(Write[TransactionKeys]):
         rows = yield from read_rows(attempt, sql.OWNERS)
         app, user = sealed_rows.open_owners(attempt, rows)
         app = owner_changes.ensure_app(app, {}, needs_key=True)
-        owner_changes.ensure_user(user, app.row.id, {}, None)
+        owner_changes.ensure_user(user, app.row.id, {})
         if owner_changes.changes:
             yield from apply_changes(owner_changes.changes)
         return attempt.keys

@@ -714,10 +714,9 @@ class OperationRunner:
         *keyring* is the keyring with which the attempt began.
         """
         row = keys.new(need.owner_tag, need.not_before)
-        columns = row._asdict() | keys.keyring_guard()
-        changes = [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
+        transaction = partial(apply_changes, key_insertion(keys, row))
         record = partial(_record_data_key, keyring, row)
-        await self.executors.key_tables.write(partial(apply_changes, changes), record)
+        await self.executors.key_tables.write(transaction, record)
         return row
 
 
@@ -741,6 +740,12 @@ def _cache_identity(opened: _OpenState, identity: Identity) -> None:
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
     audit.record_new_key(keyring.database_id, "data key", row.id, owner=row.owner.hex())
+
+
+def key_insertion(keys: TransactionKeys, row: DataKeyRow) -> list[Change]:
+    """Return the changes that store a data key if the stored keyring is the one of *keys*."""
+    columns = row._asdict() | keys.keyring_guard()
+    return [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
 
 def apply_changes(changes: Sequence[Change]) -> Steps[None]:

@@ -210,12 +210,7 @@ def _decrypt_session(
 
 
 def _open_snapshot(
-    attempt: Attempt,
-    rows: QueryRows,
-    identity: Identity,
-    user: Owner,
-    row: SessionRow,
-    link: bytes,
+    attempt: Attempt, rows: QueryRows, identity: Identity, user: Owner, row: SessionRow, link: bytes
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
     with locating_errors(SNAPSHOTS.name, row.id):

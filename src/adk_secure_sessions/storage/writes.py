@@ -22,7 +22,7 @@ from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.clusters import claim_data_key, claim_keyring, claim_user
+from adk_secure_sessions.storage.clusters import claim_data_key, claim_user
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
@@ -31,6 +31,7 @@ from adk_secure_sessions.storage.operation_runner import (
     NeedsDataKey,
     StorageOperation,
     apply_changes,
+    key_insertion,
 )
 from adk_secure_sessions.storage.queries import EVENT_RECORD, QueryRows, QueryVariants
 from adk_secure_sessions.storage.schema import (
@@ -110,30 +111,29 @@ class OwnerChanges:
             app = self._merge_delta(app, delta)
         return app
 
-    def ensure_user(
-        self, user: Owner | None, app_row: int, delta: JsonObject, session: SessionRow | None
-    ) -> Owner:
-        """Ensure that the user is stored, with a usable data key, and merge *delta* into its state.
-
-        Return the user.  *app_row* is the row id of the user's app.  *session* is the stored row of
-        the session that this transaction changes, or None: the current data key must not be older
-        than the key of this row's record.
-        """
+    def ensure_user(self, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
+        """Ensure that the user of the app in *app_row* is stored; do the same as `change_user`."""
+        if user is not None:
+            return self.change_user(user, delta)
         identity = self._attempt.identity
-        if user is None:
-            row = UserRow(0, app_row, identity.user_tag, 0, b"")
-            user = self._insert(row, identity.user_id, delta)
-            entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
-            row_id = index_rows.index_row_id(user.row.id)
-            self.changes += index_rows.insertion_changes(row_id, entries)
-            return user
-        changed = self._merge_delta(user, delta, *([session.state] if session else ()))
+        row = UserRow(0, app_row, identity.user_tag, 0, b"")
+        user = self._insert(row, identity.user_id, delta)
+        entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
+        row_id = index_rows.index_row_id(user.row.id)
+        self.changes += index_rows.insertion_changes(row_id, entries)
+        return user
+
+    def change_user(self, user: Owner, delta: JsonObject, *stored: bytes) -> Owner:
+        """Ensure that the user has a usable data key, at least as new as those that encrypt the
+        records *stored*, which this transaction changes; merge *delta* into the state of the user.
+        """
+        changed = self._merge_delta(user, delta, *stored)
         if delta:
             self._index(user, delta, {})
         return changed
 
     def _merge_delta(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
-        """Merge *delta* into the state; ensure that the row names a key, see `_guard_current_key`."""
+        """Merge *delta* into the state, and ensure that the row names a usable data key."""
         self._guard_current_key(owner.row.tag, owner.row.state, *stored)
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
@@ -176,9 +176,7 @@ class OwnerChanges:
         """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
             raise NeedsDataKey(owner_tag, not_before)
-        row = self._keys.new(owner_tag, not_before)
-        columns = row._asdict() | self._keys.keyring_guard()
-        self.changes += [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
+        self.changes += key_insertion(self._keys, self._keys.new(owner_tag, not_before))
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
         """Add the changes that store a new owner in *row*, which gets its row id here."""
@@ -331,7 +329,7 @@ class CreateSession(Write[SessionView]):
             sent = self._possibly_stored[stored.row.id]
             return SessionView(sent, user.user_id, app.state, user.state)
         app = owner_changes.ensure_app(app, self.app_delta)
-        changed = owner_changes.ensure_user(user, app.row.id, self.user_delta, rows.session)
+        changed = owner_changes.ensure_user(user, app.row.id, self.user_delta)
         session, rest = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, as_parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
@@ -455,7 +453,7 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.ensure_app(app, event.app_delta)
-        owner_changes.ensure_user(user, user.app_row, event.user_delta, session.row)
+        owner_changes.change_user(user, event.user_delta, session.row.state)
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended

@@ -305,7 +305,7 @@ class ImportSession(_Import[ImportStatus]):
         self, attempt: Attempt, owner_changes: OwnerChanges, app: Owner | None, user: Owner | None
     ) -> Steps[None]:
         app = owner_changes.ensure_app(app, {})
-        changed = owner_changes.ensure_user(user, app.row.id, {}, None)
+        changed = owner_changes.ensure_user(user, app.row.id, {})
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
@@ -326,7 +326,7 @@ class ImportSession(_Import[ImportStatus]):
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owner_changes.ensure_user(user, user.app_row, {}, old.row)
+        owner_changes.change_user(user, {}, old.row.state)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owner_changes, old, new.session, new.witness)
         changes += [*new.other_inserts, _update(row, new_row)]
@@ -423,7 +423,7 @@ class ImportState(_Import[ImportStatus]):
         owner = app = owner_changes.ensure_app(app, {})
         if self.of_user:
             if user is None:
-                return owner_changes.ensure_user(None, app.row.id, load_state(self._state), None)
+                return owner_changes.ensure_user(None, app.row.id, load_state(self._state))
             owner = user
         if self._source_of(owner) == self.source:
             return owner
