@@ -16,7 +16,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.formats.records import (
-    FLAGS,
+    NO_FLAGS,
     Packing,
     build_header,
     keep_packed,
@@ -429,7 +429,7 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
         b"text",
     ),
     "link of a witness": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, FLAGS + text, is_packed=True),
+        lambda staged, text: staged.seal(ADA, CONTEXT, NO_FLAGS + text, is_packed=True),
         lambda staged, stored: staged.open(ADA, CONTEXT, stored, reject_flags),
         b"text",
     ),
@@ -485,7 +485,7 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     stored = staged.seal(ADA, CONTEXT, content)
     assert len(stored) < 200
     assert staged.open(ADA, CONTEXT, stored) == content
-    witness = staged.seal(ADA, CONTEXT, FLAGS + content, is_packed=True)
+    witness = staged.seal(ADA, CONTEXT, NO_FLAGS + content, is_packed=True)
     assert len(witness) > 5000
     assert staged.open(ADA, CONTEXT, witness, reject_flags) == content
     with pytest.raises(DecryptionError) as rejected:

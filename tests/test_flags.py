@@ -15,8 +15,8 @@ from adk_secure_sessions.formats import json_text, records
 from adk_secure_sessions.formats.records import (
     COMPRESSED_FROM,
     COMPRESSIONS,
-    FLAGS,
     MAX_CONTENT,
+    NO_FLAGS,
     PADDED,
     PADDINGS,
     ZLIB,
@@ -46,7 +46,7 @@ def packed(content: bytes, compression: Any = None, padding: Any = None) -> byte
 )
 def test_content_is_packed_and_comes_back(content: bytes, compression: Any, padding: Any) -> None:
     plaintext = packed(content, compression, padding)
-    assert unpack(plaintext) == FLAGS + content
+    assert unpack(plaintext) == NO_FLAGS + content
     assert (plaintext[0] & PADDED != 0) == (padding is not None)
     if padding:
         assert padme(len(plaintext)) == len(plaintext)
@@ -62,7 +62,7 @@ def test_content_of_1024_bytes_is_compressed_and_a_shorter_one_is_not(padding: s
 
 def test_content_that_does_not_become_smaller_is_stored_as_it_is() -> None:
     content = secrets.token_bytes(5000)
-    assert packed(content, "zlib") == FLAGS + content
+    assert packed(content, "zlib") == NO_FLAGS + content
     assert packed(content, "zlib", "padme")[:5] == bytes([PADDED]) + (5000).to_bytes(4, "big")
 
 
@@ -70,7 +70,7 @@ def test_content_whose_compressed_form_is_as_long_is_stored_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zlib, "compress", lambda content, _: content)
-    assert packed(REPETITIVE, "zlib") == FLAGS + REPETITIVE
+    assert packed(REPETITIVE, "zlib") == NO_FLAGS + REPETITIVE
 
 
 def test_content_that_a_reader_would_reject_is_not_compressed(
@@ -78,7 +78,7 @@ def test_content_that_a_reader_would_reject_is_not_compressed(
 ) -> None:
     monkeypatch.setattr(records, "MAX_CONTENT", 2000)
     assert packed(bytes(2000), "zlib")[0] == ZLIB
-    assert packed(bytes(2001), "zlib") == FLAGS + bytes(2001)
+    assert packed(bytes(2001), "zlib") == NO_FLAGS + bytes(2001)
 
 
 def test_largest_json_with_the_largest_fields_before_it_may_be_compressed() -> None:
@@ -143,7 +143,7 @@ def outcome(plaintext: bytes) -> Reason | None:
     except DecryptionError as rejection:
         error = rejection
     if error is None:
-        assert found.startswith(FLAGS)
+        assert found.startswith(NO_FLAGS)
         return None
     return error.reason
 
@@ -175,7 +175,7 @@ def test_wrapped_keys_and_witnesses_have_no_flags(value: int) -> None:
 @pytest.mark.parametrize("body", [b"", b"a", b"content"])
 def test_padding_may_be_empty(body: bytes) -> None:
     for zeros in (0, 1, 9):
-        assert unpack(bytes([PADDED]) + padded(body, zeros)) == FLAGS + body
+        assert unpack(bytes([PADDED]) + padded(body, zeros)) == NO_FLAGS + body
 
 
 @pytest.mark.parametrize(
@@ -266,4 +266,4 @@ def test_unknown_compression_or_padding_is_rejected(value: Any) -> None:
 
 
 def test_nothing_is_packed_by_default() -> None:
-    assert Packing().pack(b"content") == FLAGS + b"content"
+    assert Packing().pack(b"content") == NO_FLAGS + b"content"

@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.json_text import (
     MAX_DIGITS,
     MAX_LEVELS,
     is_within_limits,
-    largest,
+    largest_key,
     loads,
     read_event,
     subscripts,
@@ -94,8 +94,8 @@ def test_json_is_compact_and_has_a_largest_size(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_largest_value_is_that_of_the_longest_json() -> None:
-    assert largest({"a": [1, 2], "b": "\ud800", "c": "123"}) == "b"
-    assert largest({"a": [1, 2, 3, 4], "b": "\ud800", "c": {"1": None}}) == "c"
+    assert largest_key({"a": [1, 2], "b": "\ud800", "c": "123"}) == "b"
+    assert largest_key({"a": [1, 2, 3, 4], "b": "\ud800", "c": {"1": None}}) == "c"
 
 
 @pytest.mark.parametrize(

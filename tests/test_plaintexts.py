@@ -11,9 +11,10 @@ from adk_secure_sessions.formats.records import (
     EVENT_LINK,
     EVENT_PREVIOUS,
     EVENT_REST,
-    FLAGS,
     LINK_LENGTH,
+    NO_FLAGS,
     NO_LINK,
+    join_id,
     join_owner,
     join_session,
     new_link,
@@ -21,7 +22,6 @@ from adk_secure_sessions.formats.records import (
     split_link,
     split_owner,
     split_session,
-    with_id,
 )
 
 TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among them
@@ -32,7 +32,7 @@ LINK = bytes(range(16))
 
 @given(TEXTS, st.binary())
 def test_id_and_rest_are_split_again(identifier: str, rest: bytes) -> None:
-    assert split_id(with_id(identifier, rest)) == (identifier, rest)
+    assert split_id(join_id(identifier, rest)) == (identifier, rest)
 
 
 @given(LINKS, KEY_IDS, st.binary())
@@ -54,7 +54,7 @@ def test_link_and_rest_are_split_again(link: bytes, rest: bytes) -> None:
 
 def test_slices_of_an_event_are_its_link_the_link_before_and_the_rest() -> None:
     link, previous, rest = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
-    plaintext = FLAGS + link + previous + rest
+    plaintext = NO_FLAGS + link + previous + rest
     assert plaintext[EVENT_LINK] == link
     assert plaintext[EVENT_PREVIOUS] == previous
     assert EVENT_PREVIOUS.start == 17

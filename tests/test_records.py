@@ -19,8 +19,8 @@ from adk_secure_sessions import (
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import (
-    FLAGS,
     HEADER_LENGTH,
+    NO_FLAGS,
     Packing,
     context,
     keep_packed,
@@ -44,7 +44,7 @@ Unpack = Callable[[bytes], bytes]
 
 
 def seal(cipher: Any, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
-    return records.seal(cipher, backend_id, key_id, context, FLAGS + content)
+    return records.seal(cipher, backend_id, key_id, context, NO_FLAGS + content)
 
 
 EMPTY = seal(CIPHER, 0x80, 1, CONTEXT, b"")
@@ -132,7 +132,7 @@ def test_record_is_decrypted_in_its_context(
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
     assert parse_header(stored) == records.parse_header_or_none(stored) == (backend_id, key_id)
-    assert open_with_flags(stored, associated, CIPHER) == FLAGS + plaintext
+    assert open_with_flags(stored, associated, CIPHER) == NO_FLAGS + plaintext
 
 
 def test_record_begins_with_the_documented_header() -> None:
@@ -172,7 +172,7 @@ def test_empty_plaintext_is_malformed(unpack_with: Unpack) -> None:
 
 CONTENT = b"content " * 300
 PACKED = {
-    "neither": FLAGS + CONTENT,
+    "neither": NO_FLAGS + CONTENT,
     "compressed": Packing("zlib", None).pack(CONTENT),
     "padded": Packing(None, "padme").pack(CONTENT),
     "both": Packing("zlib", "padme").pack(CONTENT),
@@ -182,7 +182,7 @@ PACKED = {
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
     stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
-    assert open_with_flags(stored, CONTEXT, CIPHER) == FLAGS + CONTENT
+    assert open_with_flags(stored, CONTEXT, CIPHER) == NO_FLAGS + CONTENT
     assert open_with_flags(stored, CONTEXT, CIPHER, keep_packed) == plaintext
 
 
@@ -195,7 +195,7 @@ def test_plaintext_that_does_not_fit_its_flags_is_malformed(unpack_with: Unpack)
 
 def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
-    assert open_with_flags(stored, CONTEXT, CIPHER, reject_flags) == FLAGS + b"a key"
+    assert open_with_flags(stored, CONTEXT, CIPHER, reject_flags) == NO_FLAGS + b"a key"
     for name in ("compressed", "padded", "both"):
         with pytest.raises(DecryptionError, match="has no flags") as info:
             open_with_flags(with_flags(PACKED[name]), CONTEXT, CIPHER, reject_flags)

@@ -314,7 +314,7 @@ def test_tags_of_an_indexed_value_are_those_in_the_vector(case: Json) -> None:
     value = load_state(b'{"value":' + case["json"].encode() + b"}")["value"]
     text = canonical(value)
     assert text.decode() == format_reader.canonical(value) == case["canonical"]
-    key_tag, value_tag = master.state_key(*names), master.state_value(*names, text)
+    key_tag, value_tag = master.state_key_tag(*names), master.state_value_tag(*names, text)
     assert (key_tag.hex(), value_tag.hex()) == (case["key_tag"], case["value_tag"])
     assert master.mac("state index declared", key_tag).hex() == case["declared"]
     assert master.mac("state index complete", key_tag).hex() == case["complete"]

@@ -24,7 +24,7 @@ def worked_example() -> str:
     mac.update(tag_context)
     digest = mac.finalize()
     row = DataKeyRow(21, digest[:16], 0, 1, MICROSECONDS, b"")
-    cipher, plaintext = FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), records.FLAGS + _DATA_KEY
+    cipher, plaintext = FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), records.NO_FLAGS + _DATA_KEY
     wrapped = records.seal(cipher, 1, 11, row.context(DATABASE_ID), plaintext)
     return "\n\n".join(
         [
@@ -52,7 +52,7 @@ def worked_example() -> str:
 def _sealed(record: bytes, where: bytes, plaintext: bytes, what: str) -> list[tuple[str, bytes]]:
     header, body = record[: records.HEADER_LENGTH], record[records.HEADER_LENGTH :]
     return [
-        (what, records.FLAGS + plaintext),
+        (what, records.NO_FLAGS + plaintext),
         ("header", header),
         ("associated data: header ‖ context", header + where),
         ("nonce", body[:12]),

@@ -58,8 +58,8 @@ _STATE_OF_ADA = records.join_owner(_USER, (1, 2), b'{"allergies":["penicillin"]}
 # Without the flags byte.
 _PLAINTEXTS = {
     "app": records.join_owner(_APP, (7,), _JSON),
-    "user": records.with_id("ada", _STATE_OF_ADA),
-    "session": records.with_id("first visit", records.join_session(_LAST, _SNAPSHOT, _JSON)),
+    "user": records.join_id("ada", _STATE_OF_ADA),
+    "session": records.join_id("first visit", records.join_session(_LAST, _SNAPSHOT, _JSON)),
     "base": _SNAPSHOT + b'{"notes":"..."}',
     "event": _EVENT_TEXT,
     "witness": _USER,
@@ -106,7 +106,7 @@ def _accepted(
         nonce = made(name, 12)
         draws = {"nonce": nonce.hex()}
         sealer = FixedAesGcm(_key(key_id), nonce)
-    whole = records.FLAGS + plaintext
+    whole = records.NO_FLAGS + plaintext
     record = records.seal(sealer, backend, key_id, context.joined(), whole)
     made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": whole.hex()}
     return _case(name, note, context, record, "ok") | made_of
@@ -148,7 +148,7 @@ def _accept() -> Iterator[Json]:
     new = records.join_session(NO_LINK, NO_LINK, _JSON)
     yield _accepted("base_revision -1", "no snapshot: a negative integer",
                     session.replacing(base_revision=-1, revision=0),
-                    records.with_id("first visit", new))  # fmt: skip
+                    records.join_id("first visit", new))  # fmt: skip
     yield _accepted("a session that expires", "readers of this format do not interpret expires_at",
                     session.replacing(expires_at=TIME * 1_000_000 + 86_400_000_000),
                     _PLAINTEXTS["session"])  # fmt: skip
@@ -160,8 +160,8 @@ def _accept() -> Iterator[Json]:
     yield _accepted("a Fernet token of 2100", "tokens of the future are accepted",
                     backend=FERNET, seconds=4_102_444_800)  # fmt: skip
     listed = _case("no-op record where no-op is accepted", "NoOpBackend was listed",
-                   EVENT, _in_clear(records.FLAGS + _EVENT_TEXT), "ok")  # fmt: skip
-    whole = records.FLAGS + _EVENT_TEXT
+                   EVENT, _in_clear(records.NO_FLAGS + _EVENT_TEXT), "ok")  # fmt: skip
+    whole = records.NO_FLAGS + _EVENT_TEXT
     made_of = {"backend": CLEAR, "key_id": KEY_OF[CLEAR], "plaintext": whole.hex()}
     yield listed | made_of | {"accept": [AES, FERNET, CLEAR]}
 
@@ -268,7 +268,7 @@ def _with_key(record: bytes, key_id: int) -> bytes:
 def _forged() -> Iterator[Json]:
     """Yield values that no writer makes."""
     header, where = records.build_header(AES, 1), EVENT.joined()
-    event = records.FLAGS + _EVENT_TEXT
+    event = records.NO_FLAGS + _EVENT_TEXT
     nonce = made("forged", 12)
     another = made("another key", 32)
     forgeries = {
@@ -357,7 +357,7 @@ def _packed() -> Iterator[Json]:
         name, packed = f"{name}, {BACKEND_NAMES[backend]}", bytes([flags]) + rest
         record = _sealed_whole(name, backend, packed)
         case = _case(name, f"flags {flags:02x}", EVENT, record, "ok")
-        case |= {"plaintext": (records.FLAGS + content).hex(), "packed": packed.hex()}
+        case |= {"plaintext": (records.NO_FLAGS + content).hex(), "packed": packed.hex()}
         yield case | {"accept": [AES, FERNET, CLEAR]}
     raw = stored[2:-4]
     malformed = {

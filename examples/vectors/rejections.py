@@ -118,7 +118,7 @@ class Forger:
         header = records.build_header(1, master_id)
         nonce = made(f"wrap of {row.id}", 12)
         return header + _encrypted(
-            self.keyring.master(master_id), nonce, edit(records.FLAGS + key),
+            self.keyring.master(master_id), nonce, edit(records.NO_FLAGS + key),
             header + row.context(self.database_id),
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ class Forger:
         context = header + new.context(self.database_id)
         nonce = made("an erased data key", 12)
         wrapped = header + _encrypted(
-            self.keyring.master(master_id), nonce, records.FLAGS + key, context
+            self.keyring.master(master_id), nonce, records.NO_FLAGS + key, context
         )
         return _insert("secure_data_keys", new._replace(wrapped=wrapped))
 
@@ -141,7 +141,7 @@ class Forger:
         backend_id, key_id = records.parse_header(stored)
         key = unwrap_data_key(self.data_keys[key_id], self.keyring)
         plaintext = records.open_with_flags(stored, context, _fixed(backend_id, key, ""))[1:]
-        whole = edit(records.FLAGS + plaintext)
+        whole = edit(records.NO_FLAGS + plaintext)
         header = stored[: records.HEADER_LENGTH]
         cipher = _fixed(backend_id, key, f"forged {table} {where} {whole.hex()}")
         forged = header + cipher.encrypt(whole, header + context)
@@ -180,7 +180,7 @@ def at(position: int, new: bytes) -> Edit:
 
 
 def _whole(new: bytes) -> Edit:
-    return lambda plaintext: records.FLAGS + new
+    return lambda plaintext: records.NO_FLAGS + new
 
 
 def _owner(**changes: object) -> Edit:
@@ -194,8 +194,8 @@ def _owner(**changes: object) -> Edit:
         fields = zip(("link", "key_ids", "state"), records.split_owner(rest), strict=True)
         new = records.join_owner(*(changes.get(name, value) for name, value in fields))  # type: ignore[arg-type]
         if user_id is not None:
-            new = records.with_id(str(user_id), new)
-        return records.FLAGS + new
+            new = records.join_id(str(user_id), new)
+        return records.NO_FLAGS + new
 
     return edit
 
@@ -206,7 +206,7 @@ def with_fields(of: Session, **changes: bytes) -> Edit:
         names = ("head", "snapshot_link", "overlay")
         fields = zip(names, records.split_session(rest), strict=True)
         new = records.join_session(*(changes.get(name, value) for name, value in fields))
-        return records.FLAGS + records.with_id(of[2], new)
+        return records.NO_FLAGS + records.join_id(of[2], new)
 
     return edit
 
@@ -351,12 +351,12 @@ def _plaintexts(forger: Forger) -> Iterator[Json]:
         "app with fewer key ids than it says": (forger.app(at(16, b"\xff")), _VISIT),
         "user whose id is longer than the rest": (forger.user(at(0, b"\xff" * 4)), _VISIT),
         "user with another id":
-            (forger.user(_whole(records.with_id(BOB, records.join_owner(
+            (forger.user(_whole(records.join_id(BOB, records.join_owner(
                 OTHER_LINK, (), b"{}")))), _VISIT),
         "session that ends inside its head":
-            (forger.session(_VISIT, _whole(records.with_id(VISIT, bytes(31)))), _VISIT),
+            (forger.session(_VISIT, _whole(records.join_id(VISIT, bytes(31)))), _VISIT),
         "session with another id":
-            (forger.session(_VISIT, _whole(records.with_id(ARCHIVE, records.join_session(
+            (forger.session(_VISIT, _whole(records.join_id(ARCHIVE, records.join_session(
                 NO_LINK, NO_LINK, b"{}")))), _VISIT),
         "snapshot that ends inside its link": (forger.snapshot(_ARCHIVE, _whole(b"{}")), _ARCHIVE),
     }  # fmt: skip

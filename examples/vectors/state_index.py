@@ -63,7 +63,7 @@ async def _write(path: Path) -> None:
             found = await db.runner.run(GetSession(identity, lambda *_: None))
             assert found is not None
             rows[session] = found[0].session.row.id
-    ticket = index_master.state_key(CLINIC, "ticket")
+    ticket = index_master.state_key_tag(CLINIC, "ticket")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(
             "UPDATE secure_state_index SET value_tag = (SELECT value_tag FROM secure_state_index "
@@ -71,7 +71,7 @@ async def _write(path: Path) -> None:
             (rows["integer"], rows["text"]),
         )
         connection.execute("DELETE FROM secure_state_index WHERE row_id = ?", (rows["removed"],))
-        forged = index_master.state_value(CLINIC, "ticket", b"1")
+        forged = index_master.state_value_tag(CLINIC, "ticket", b"1")
         for row in (rows["without"], 77):
             connection.execute(
                 "INSERT INTO secure_state_index VALUES (?, ?, ?)", (row, ticket, forged)

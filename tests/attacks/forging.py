@@ -12,7 +12,7 @@ import time
 
 from adk_secure_sessions import EncryptionBackend
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import NO_LINK, join_owner, join_session, new_link, with_id
+from adk_secure_sessions.formats.records import NO_LINK, join_id, join_owner, join_session, new_link
 from adk_secure_sessions.keys.data_keys import DataKeyRow, wrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring, new_key_id
 from adk_secure_sessions.storage.schema import (
@@ -48,7 +48,7 @@ class ForgedKey:
 
     def seal(self, context: bytes, plaintext: bytes) -> bytes:
         return records.seal(
-            self._cipher, self.row.backend_id, self.row.id, context, records.FLAGS + plaintext
+            self._cipher, self.row.backend_id, self.row.id, context, records.NO_FLAGS + plaintext
         )
 
     def insert_user_row(self, db: Database) -> None:
@@ -61,7 +61,7 @@ class ForgedKey:
         user = UserRow(row, app_row, tag, version, b"")
         context = USERS.context((VISIT.app_name,), user)
         fields = join_owner(link, (self.row.id,), _JSON)
-        state = self.seal(context, with_id(VISIT.user_id, fields))
+        state = self.seal(context, join_id(VISIT.user_id, fields))
         db.run("UPDATE secure_users SET state = :state WHERE id = :alice", state=state)
         context = WITNESSES.context((VISIT.app_name,), WitnessRow(tag, version, b""))
         seal = self.seal(context, link)
@@ -73,7 +73,7 @@ class ForgedKey:
         (row,) = db.rows(f"SELECT {columns} FROM secure_sessions WHERE id = :visit")
         context = SESSIONS.context((VISIT.app_name, VISIT.user_id), SessionRow(*row))
         fields = join_session(secrets.token_bytes(16), NO_LINK, _JSON)
-        state = self.seal(context, with_id(VISIT.session_id, fields))
+        state = self.seal(context, join_id(VISIT.session_id, fields))
         db.run("UPDATE secure_sessions SET state = :state WHERE id = :visit", state=state)
 
 

@@ -73,15 +73,17 @@ class Victim:
             index_master = (await db.keyring()).index_master
             await fill_index(db, BANK, ["ticket"])
             self.tags["declared"] = index_master.mac(
-                "state index declared", index_master.state_key(CLINIC, "ticket")
+                "state index declared", index_master.state_key_tag(CLINIC, "ticket")
             )
             await fill_index(db, CLINIC, ["ticket", "user:mrn"])
-            self.tags["ticket"] = index_master.state_key(CLINIC, "ticket")
-            self.tags["mrn"] = index_master.state_key(CLINIC, "user:mrn")
-            self.tags["bank_ticket"] = index_master.state_key(BANK, "ticket")
+            self.tags["ticket"] = index_master.state_key_tag(CLINIC, "ticket")
+            self.tags["mrn"] = index_master.state_key_tag(CLINIC, "user:mrn")
+            self.tags["bank_ticket"] = index_master.state_key_tag(BANK, "ticket")
             for name, text in (("first", VALUE), ("second", "2")):
-                self.tags[name] = index_master.state_value(CLINIC, "ticket", f'"{text}"'.encode())
-            self.tags["of_ada"] = index_master.state_value(CLINIC, "user:mrn", b'"A"')
+                self.tags[name] = index_master.state_value_tag(
+                    CLINIC, "ticket", f'"{text}"'.encode()
+                )
+            self.tags["of_ada"] = index_master.state_value_tag(CLINIC, "user:mrn", b'"A"')
 
 
 @functools.cache

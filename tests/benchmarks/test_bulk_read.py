@@ -8,7 +8,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
-from adk_secure_sessions.formats.records import FLAGS, open_with_flags, parse_header, seal
+from adk_secure_sessions.formats.records import NO_FLAGS, open_with_flags, parse_header, seal
 from tests.benchmarks.budgets import FIELDS_OPENED
 from tests.benchmarks.ciphers import BACKENDS, time_runs
 from tests.benchmarks.deployments import LOCAL, Deployment
@@ -32,7 +32,7 @@ def test_fields(results: Results, name: str) -> None:
     content = repr(payload("1KB")).encode()
     contexts = [b"context %d" % number for number in range(FIELDS)]
     records = [
-        seal(cipher, backend.backend_id, 1, context, FLAGS + content) for context in contexts
+        seal(cipher, backend.backend_id, 1, context, NO_FLAGS + content) for context in contexts
     ]
 
     def decrypt_all() -> list[bytes]:

@@ -36,10 +36,11 @@ from adk_secure_sessions.crypto.package_1x import Package1xKeys, is_envelope
 from adk_secure_sessions.formats import blobs, events, json_text, memory_items
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.formats.records import (
-    FLAGS,
     HEADER_LENGTH,
+    NO_FLAGS,
     Cipher,
     build_header,
+    join_id,
     join_owner,
     join_session,
     keep_packed,
@@ -51,7 +52,6 @@ from adk_secure_sessions.formats.records import (
     split_link,
     split_owner,
     split_session,
-    with_id,
 )
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.keys import aws
@@ -108,18 +108,18 @@ def plaintext(data: bytes) -> None:
         stored = start + cipher.encrypt(data, start + CONTEXT)
         with suppress(DecryptionError):
             assert open_with_flags(stored, CONTEXT, cipher, reject_flags) == data
-            assert data.startswith(FLAGS)
+            assert data.startswith(NO_FLAGS)
         try:
             opened = open_with_flags(stored, CONTEXT, cipher)
         except DecryptionError:
-            assert not data.startswith(FLAGS)
+            assert not data.startswith(NO_FLAGS)
             continue
         # Other flags say that the content is compressed or padded.
         assert data[0] <= 7
         assert opened == data or data[0]
         assert open_with_flags(stored, CONTEXT, cipher, keep_packed) == data
     with suppress(DecryptionError):
-        assert with_id(*split_id(data)) == data
+        assert join_id(*split_id(data)) == data
     with suppress(DecryptionError):
         assert join_owner(*split_owner(data)) == data
     with suppress(DecryptionError):

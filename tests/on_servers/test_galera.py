@@ -189,7 +189,7 @@ async def test_index_rows_of_a_session_that_another_node_deletes_are_not_stored(
         ) as indexing:
             await indexing.create_session(app_name=APP, user_id=USER, session_id="t")
         await cluster.wait_for_all()
-        key = (await db.keyring()).index_master.state_key(APP, "k")
+        key = (await db.keyring()).index_master.state_key_tag(APP, "k")
         identity = await db.runner.identify(APP, USER, "s")
         stored = await race(
             cluster,

@@ -135,12 +135,12 @@ def _encode_slowly(event: Event, replaces: bool) -> bytes:
     except ConfigurationError:
         raise ValueError(
             "the event is not stored, because google-adk could not read it back: it rejects "
-            + _rejected(values)
+            + _rejected_fields(values)
         ) from None
     return plaintext
 
 
-def _rejected(values: JsonObject) -> str:
+def _rejected_fields(values: JsonObject) -> str:
     try:
         validated(Event, values)
     except ValidationError as error:

@@ -103,7 +103,7 @@ def dumps(values: JsonObject) -> bytes:
     return data
 
 
-def largest(values: JsonObject) -> str:
+def largest_key(values: JsonObject) -> str:
     return max(values, key=lambda key: len(_dumps(values[key])))
 
 
@@ -111,7 +111,7 @@ def _dumps(value: Any) -> bytes:
     try:
         return to_json(value, inf_nan_mode="constants")
     except ValueError:  # lone surrogates
-        data: bytes = _with_room(partial(json.dumps, separators=(",", ":")), value).encode("ascii")
+        data: bytes = _with_stack(partial(json.dumps, separators=(",", ":")), value).encode("ascii")
         return data
 
 
@@ -273,7 +273,7 @@ def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bo
 def canonical(value: Any) -> bytes:
     """Return *value* as JSON with sorted keys, in ASCII: the same values have the same JSON."""
     dumps = partial(json.dumps, sort_keys=True, separators=(",", ":"))
-    data: bytes = _with_room(dumps, value).encode("ascii")
+    data: bytes = _with_stack(dumps, value).encode("ascii")
     return data
 
 
@@ -353,7 +353,7 @@ def encode_state(state: JsonObject, prefix: str = "") -> bytes:
         try:
             data = dump_state({key.removeprefix(prefix): value for key, value in values.items()})
         except ValueError as error:  # the JSON is too large; the message contains no value
-            path = subscripts([largest(values)])
+            path = subscripts([largest_key(values)])
             raise ValueError(f"state{path}: {error}") from None
     if len(data) > MAX_KEY_BYTES:
         _check_keys(state, prefix)
@@ -421,7 +421,7 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
     ):
         try:
             # int() rejects more digits than a setting of the process allows.
-            return _with_room(partial(json.loads, parse_int=from_json), data.decode())
+            return _with_stack(partial(json.loads, parse_int=from_json), data.decode())
         except ValueError:
             pass
     return None
@@ -448,7 +448,7 @@ def read_event(plaintext: bytes) -> tuple[str, JsonObject]:
     )
 
 
-def _with_room(function: Callable[[Any], Any], argument: object) -> Any:
+def _with_stack(function: Callable[[Any], Any], argument: object) -> Any:
     """Return *function*(*argument*), which may recurse 200 levels deep.
 
     On Python 3.11, the module `json` takes several frames a level: if the stack of this thread is

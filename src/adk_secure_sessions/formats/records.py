@@ -51,7 +51,7 @@ _NUMBERS = [Struct(f">I{count}q") for count in range(8)]
 Compression = Literal["zlib"]
 Padding = Literal["padme"]
 
-FLAGS = b"\x00"  # neither compressed nor padded
+NO_FLAGS = b"\x00"  # neither compressed nor padded
 ZLIB, PADDED = 0x01, 0x04  # the bit 02 is reserved
 COMPRESSIONS: tuple[Compression, ...] = ("zlib",)
 PADDINGS: tuple[Padding, ...] = ("padme",)
@@ -93,7 +93,7 @@ class Packing:
     def pack(self, content: bytes) -> bytes:
         """Return the plaintext of a record with *content*: the flags, then the packed content."""
         if self.compression is None and self.padding is None:
-            return FLAGS + content
+            return NO_FLAGS + content
         flags, body = 0, content
         if self.compression and COMPRESSED_FROM <= len(content) <= MAX_CONTENT:
             compressed = zlib.compress(content, _ZLIB_LEVEL)
@@ -126,7 +126,7 @@ def padme(length: int) -> int:
 
 
 def unpack(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
-    """Return `FLAGS` and the content of *plaintext*, decompressed and without padding.
+    """Return `NO_FLAGS` and the content of *plaintext*, decompressed and without padding.
 
     At most *limit* bytes are decompressed.  Raises TamperedError if the plaintext does not fit
     its flags.  Only a faulty writer can cause this, because the plaintext is authentic.  Unknown
@@ -143,7 +143,7 @@ def unpack(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
     if flags & PADDED:
         body = _without_padding(body)
     if not flags & ZLIB:
-        return b"".join((FLAGS, body))
+        return b"".join((NO_FLAGS, body))
     content = _zlib_content(body, limit)
     if content is None:
         raise TamperedError("its compressed content is malformed", Reason.MALFORMED)
@@ -151,7 +151,7 @@ def unpack(plaintext: bytes, limit: int = MAX_CONTENT) -> bytes:
         raise TamperedError(
             f"its content has more than {limit} bytes after decompression", Reason.MALFORMED
         )
-    return b"".join((FLAGS, content))
+    return b"".join((NO_FLAGS, content))
 
 
 def keep_packed(plaintext: bytes) -> bytes:
@@ -242,27 +242,27 @@ def context(parts: tuple[str | bytes, ...], *numbers: int) -> bytes:
     Different arguments give different contexts (docs/format.md, "Contexts").  An argument of
     another type, which a modified row may hold, raises TamperedError.
     """
-    return numbered_context(context_parts(parts), *numbers)
+    return context_with_prefix(context_prefix(parts), *numbers)
 
 
-def numbered_context(parts: bytes, *numbers: int) -> bytes:
-    """Return the context of *parts*, a result of `context_parts`, and *numbers*; if many rows have
-    the same parts, this is faster than `context`.
+def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
+    """Return the context of *prefix*, a result of `context_prefix`, and *numbers*; if many rows
+    have the same prefix, this is faster than `context`.
     """
     count = len(numbers)
     try:
-        return parts + _NUMBERS[count].pack(8 * count, *numbers)
+        return prefix + _NUMBERS[count].pack(8 * count, *numbers)
     except error:  # SQLite stores any type in any column, so a modified row may hold any type
         detail = "an integer column holds a value of another type"
         raise TamperedError(detail, Reason.MALFORMED) from None
 
 
-def context_parts(parts: tuple[str | bytes, ...]) -> bytes:
+def context_prefix(parts: tuple[str | bytes, ...]) -> bytes:
     """Return the first half of a context: the length and the bytes of each part."""
-    return b"".join(map(context_part, parts))
+    return b"".join(map(encode_part, parts))
 
 
-def context_part(part: str | bytes) -> bytes:
+def encode_part(part: str | bytes) -> bytes:
     data = encode_text(part) if isinstance(part, str) else part
     if not isinstance(data, bytes):
         raise TamperedError(
@@ -333,7 +333,7 @@ def open_with_flags(
         plaintext = None
     if not isinstance(plaintext, bytes):
         raise TamperedError("the backend could not decrypt it")
-    if plaintext.startswith(FLAGS):
+    if plaintext.startswith(NO_FLAGS):
         return plaintext
     if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
@@ -360,13 +360,13 @@ def new_link() -> bytes:
     return os.urandom(LINK_LENGTH)
 
 
-def with_id(identifier: str, rest: bytes) -> bytes:
+def join_id(identifier: str, rest: bytes) -> bytes:
     data = encode_text(identifier)
     return _LENGTH.pack(len(data)) + data + rest
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:
-    """Return the id and the rest of a plaintext that `with_id` returned."""
+    """Return the id and the rest of a plaintext that `join_id` returned."""
     if len(plaintext) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
         if end <= len(plaintext):

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.aead import Aes256Gcm
-from adk_secure_sessions.formats.records import context, context_parts, numbered_context
+from adk_secure_sessions.formats.records import context, context_prefix, context_with_prefix
 from adk_secure_sessions.hiding import HoldsSecrets
 
 TAG_LENGTH = 16
@@ -32,13 +32,13 @@ class IndexMaster(HoldsSecrets):
         mac.update(context(("audit key", database_id, chain)) + b"\x01")
         return Aes256Gcm(mac.finalize())
 
-    def state_key(self, app_name: str, key: str) -> bytes:
+    def state_key_tag(self, app_name: str, key: str) -> bytes:
         """Return the tag of a key of the session's state, or of `user:` and a key of the user's
         state.
         """
         return self.mac("state index key", app_name, key)
 
-    def state_value(self, app_name: str, key: str, value: bytes) -> bytes:
+    def state_value_tag(self, app_name: str, key: str, value: bytes) -> bytes:
         """Return the tag of *value*, the canonical JSON of the value of *key*."""
         return self.mac("state index value", app_name, key, value)
 
@@ -47,10 +47,10 @@ class IndexMaster(HoldsSecrets):
 
         The first part is the purpose of the MAC: docs/format.md has a context for each purpose.
         """
-        return self.tag(context_parts(parts), *numbers)
+        return self.mac_of_prefix(context_prefix(parts), *numbers)
 
-    def tag(self, parts: bytes, *numbers: int) -> bytes:
-        """Do the same as `mac`, with *parts* already encoded by `context_parts`."""
+    def mac_of_prefix(self, prefix: bytes, *numbers: int) -> bytes:
+        """Do the same as `mac`, for a result of `context_prefix`."""
         mac = self._mac.copy()
-        mac.update(numbered_context(parts, *numbers))
+        mac.update(context_with_prefix(prefix, *numbers))
         return mac.finalize()[:TAG_LENGTH]

@@ -476,7 +476,7 @@ class TransactionKeys:
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """Wrap the data key *key* with data master *master_id*, and return *row* with the result."""
     master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
-    record = records.seal(master, WRAP_BACKEND_ID, master_id, context, records.FLAGS + key)
+    record = records.seal(master, WRAP_BACKEND_ID, master_id, context, records.NO_FLAGS + key)
     if len(record) > MAX_WRAPPED:
         raise ConfigurationError(
             f"backend {row.backend_id} makes keys that take more than {MAX_WRAPPED} bytes"

@@ -145,7 +145,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     index_master = (await db.keyring()).index_master
     if indexed.name not in (await db.survey()).feature_tables:
         return IndexChange()
-    tags = {index_master.state_key(app_name, key) for key in keys}
+    tags = {index_master.state_key_tag(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
     await db.search_index.withdraw(tags)
     return IndexChange(removed=await _delete_rows(db, tags))

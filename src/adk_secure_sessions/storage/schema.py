@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import NO_LINK, context_part
+from adk_secure_sessions.formats.records import NO_LINK, encode_part
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH, IndexMaster
 
@@ -432,8 +432,8 @@ class locating_errors:  # noqa: N801 - used like a function: `with locating_erro
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    *session_id* may be the name of a collection.  *session_parts* and *event_parts* are the encoded
-    beginnings of the contexts of the session's row and of its events, which every append needs.
+    *session_id* may be the name of a collection.  The prefixes are the encoded beginnings of the
+    contexts of the session's row and of its events, which every append needs.
     """
 
     app_name: str
@@ -442,8 +442,8 @@ class Identity(NamedTuple):
     app_tag: bytes
     user_tag: bytes
     session_tag: bytes
-    session_parts: bytes = b""
-    event_parts: bytes = b""
+    session_prefix: bytes = b""
+    event_prefix: bytes = b""
     is_collection: bool = False
 
     @property
@@ -455,7 +455,7 @@ class Identity(NamedTuple):
         return {"app_tag": self.app_tag, "user_tag": self.user_tag, "session_tag": self.session_tag}
 
 
-_KIND = {one: context_part(one) for one in ("app", "user", "session", "collection", "event")}
+_KIND = {one: encode_part(one) for one in ("app", "user", "session", "collection", "event")}
 
 
 def identify(
@@ -470,18 +470,19 @@ def identify(
     known.
     """
     # Each id is a part of several contexts, and is encoded once.
-    app = context_part(app_name)
-    user = app + context_part(user_id)
-    session = user + context_part(session_id)
-    session_tag = master.tag(_KIND["collection" if is_collection else "session"] + session)
+    app = encode_part(app_name)
+    user = app + encode_part(user_id)
+    session = user + encode_part(session_id)
+    kind = "collection" if is_collection else "session"
+    session_tag = master.mac_of_prefix(_KIND[kind] + session)
     return Identity(
         app_name,
         user_id,
         session_id,
-        of_user.app_tag if of_user else master.tag(_KIND["app"] + app),
-        of_user.user_tag if of_user else master.tag(_KIND["user"] + user),
+        of_user.app_tag if of_user else master.mac_of_prefix(_KIND["app"] + app),
+        of_user.user_tag if of_user else master.mac_of_prefix(_KIND["user"] + user),
         session_tag,
-        _KIND[SESSIONS.kind] + user + context_part(session_tag),
+        _KIND[SESSIONS.kind] + user + encode_part(session_tag),
         _KIND[EVENTS.kind] + session,
         is_collection,
     )

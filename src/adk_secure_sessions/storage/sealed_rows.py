@@ -15,9 +15,9 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     NO_LINK,
     encode_text,
+    join_id,
     open_with_flags,
     split_link,
-    with_id,
 )
 from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
@@ -268,7 +268,7 @@ def open_events(
     event names another data key than the event before it.
     """
     identity, session_row = attempt.identity, session.row.id
-    parts = identity.event_parts
+    prefix = identity.event_prefix
     header, key = None, None
     plaintexts = []
     began = perf_counter()
@@ -278,7 +278,7 @@ def open_events(
             if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
-            context = records.numbered_context(parts, session_row, seq, row[EVENT_TIME])
+            context = records.context_with_prefix(prefix, session_row, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history()
@@ -316,7 +316,7 @@ def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
     """Return *owner* with a new record in its row."""
     plaintext = records.join_owner(owner.link, owner.key_ids, owner.state)
     if owner.is_user:
-        plaintext = with_id(owner.user_id, plaintext)
+        plaintext = join_id(owner.user_id, plaintext)
     row = owner.row
     return owner._replace(row=_seal(attempt, row.tag, table_of(row), row, plaintext))
 
@@ -329,16 +329,16 @@ def seal_witness(
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.identity.ids, row)
-    seal = attempt.keys.seal(owner_tag, context, records.FLAGS + link, is_packed=True)
+    seal = attempt.keys.seal(owner_tag, context, records.NO_FLAGS + link, is_packed=True)
     return WitnessRow(tag, number, seal)
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     """Return *session* with a new record in its row."""
     identity = attempt.identity
-    context = records.numbered_context(identity.session_parts, *SESSIONS.numbers(session.row))
+    context = records.context_with_prefix(identity.session_prefix, *SESSIONS.numbers(session.row))
     fields = records.join_session(session.head, session.snapshot_link, session.overlay)
-    plaintext = with_id(identity.session_id, fields)
+    plaintext = join_id(identity.session_id, fields)
     record = attempt.keys.seal(identity.user_tag, context, plaintext)
     row = SessionRow(*session.row[:-1], record)
     return StoredSession(row, *session[1:])  # `_replace` takes four times as long
@@ -368,10 +368,10 @@ def seal_events(
     *new* has the plaintext and the time of each event, and *previous* is the link of the event
     before the first.
     """
-    parts, tag, seal = attempt.identity.event_parts, attempt.identity.user_tag, attempt.keys.seal
+    prefix, tag, seal = attempt.identity.event_prefix, attempt.identity.user_tag, attempt.keys.seal
     rows = []
     for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
-        context = records.numbered_context(parts, session_row, seq, at)
+        context = records.context_with_prefix(prefix, session_row, seq, at)
         record = seal(tag, context, link + previous + event)
         rows.append(EventRow(session_row, seq, at, record))
         previous = link

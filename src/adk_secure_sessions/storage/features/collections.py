@@ -11,9 +11,9 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
     LINK_LENGTH,
     NO_LINK,
+    context_with_prefix,
     encode_text,
     new_link,
-    numbered_context,
 )
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
@@ -235,8 +235,8 @@ class ReplaceItems(AppendEvent):
                 if attempt.may_skip_read:
                     raise CacheMiss  # another process may have replaced the collection
                 raise TamperedError("it was removed", Reason.MISSING)
-            old, parts = row[EVENT_RECORD], attempt.identity.event_parts
-            context = numbered_context(parts, session_row, seq, row[EVENT_TIME])
+            old, prefix = row[EVENT_RECORD], attempt.identity.event_prefix
+            context = context_with_prefix(prefix, session_row, seq, row[EVENT_TIME])
             links = attempt.keys.open(tag, context, old)[: 2 * LINK_LENGTH]
         new = attempt.keys.seal(tag, context, links + self.replaced[seq])
         values = {"at_session_row": session_row, "at_seq": seq, "at_event": old, "event": new}

@@ -159,8 +159,8 @@ def entries(
     if keys and not attempt.identity.is_collection:
         for name, value in state.items():
             key = prefix + name
-            if (tag := master.state_key(app_name, key)) in keys:
-                value_tags[tag] = master.state_value(app_name, key, canonical(value))
+            if (tag := master.state_key_tag(app_name, key)) in keys:
+                value_tags[tag] = master.state_value_tag(app_name, key, canonical(value))
     return value_tags
 
 

@@ -84,7 +84,7 @@ class SearchIndex:
             index_rows.check_key(key)
         await self._feature.ensure()
         keyring = (await self._runner.database_keys()).keyring
-        tags = frozenset(keyring.index_master.state_key(app_name, key) for key in wanted)
+        tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in wanted)
         if tags:
             app_tag = keyring.index_master.tag_of(app_name)
             await self._runner.run_on_data(partial(index_rows.declare, keyring, app_tag, tags))
@@ -134,8 +134,8 @@ class FindPage(ListPage):
         self._value = canonical(value)
         app_name, master = identity.app_name, keyring.index_master
         self._tags = {
-            "key_tag": master.state_key(app_name, key),
-            "value_tag": master.state_value(app_name, key, self._value),
+            "key_tag": master.state_key_tag(app_name, key),
+            "value_tag": master.state_value_tag(app_name, key, self._value),
         }
 
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
