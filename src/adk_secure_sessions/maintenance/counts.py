@@ -102,12 +102,12 @@ async def count_records(
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Return the record counts by table and backend, and the number of spare data keys.
 
-    A record counts as newest if its data key is that of `current_keys`, was created at *since*
-    or later, and can be unwrapped by *keyring*, if that is given.
+    A record counts as newest if its data key is the current one of its owner, was created at
+    *since* or later, and can be unwrapped by *keyring*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
-    under_newest: Counter[tuple[str, int | None]] = Counter()
-    newer_keys: set[int] = set()  # data keys that are newer than the newest named ones
+    under_current: Counter[tuple[str, int | None]] = Counter()
+    newer_keys: set[int] = set()  # data keys that are newer than the current ones
     used_newer_keys: set[int] = set()  # those of them that records name nevertheless
     for key, query in _COUNT_QUERIES:
         table = key.table
@@ -115,11 +115,11 @@ async def count_records(
         walked = sessions.c.id if table in (snapshots, events) else key
         async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
             groups = await span.read(db.runner.read, query, key)
-            newest, newer = await current_keys(db, {owner for owner, *_ in groups})
-            newer_keys |= newer
-            newest_ids = {
+            keys_of = await keys_of_owners(db, {owner for owner, *_ in groups})
+            newer_keys |= {row.id for keys in keys_of.values() for row in keys.newer}
+            current_ids = {
                 owner: row.id
-                for owner, row in newest.items()
+                for owner, (_, row, _) in keys_of.items()
                 if isinstance(row.created_at, int)
                 and row.created_at >= since
                 and (keyring is None or can_unwrap(row, keyring))
@@ -127,12 +127,12 @@ async def count_records(
             for owner, start, rows in groups:
                 backend_id, key_id = parse_header_or_none(start) or (None, None)
                 counts[table.name, backend_id] += rows
-                if key_id is not None and key_id == newest_ids.get(owner):
-                    under_newest[table.name, backend_id] += rows
+                if key_id is not None and key_id == current_ids.get(owner):
+                    under_current[table.name, backend_id] += rows
                 elif key_id in newer_keys:
                     used_newer_keys.add(key_id)
             await meter.advance(sum(rows for *_, rows in groups))
-    records = (RecordCount(*kind, number, under_newest[kind]) for kind, number in counts.items())
+    records = (RecordCount(*kind, number, under_current[kind]) for kind, number in counts.items())
     return tuple(records), len(newer_keys - used_newer_keys)
 
 
@@ -155,50 +155,48 @@ def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
     return False
 
 
-# --- newest named data keys ------------------------------------------------------------------
+# --- current data keys -----------------------------------------------------------------------
 
 
-def split_at_current(
-    rows: Collection[DataKeyRow], named: Collection[int]
-) -> tuple[list[DataKeyRow], DataKeyRow, list[DataKeyRow]]:
-    """Divide all data keys of an owner: older than the newest named one, this one, newer.
+class OwnerKeyRows(NamedTuple):
+    """All data keys of one owner: those before the current one, the current one, those after it."""
 
-    It is the newest key in *named*, or the newest of all if *named* is empty.
-    """
+    older: list[DataKeyRow]
+    current: DataKeyRow
+    newer: list[DataKeyRow]
+
+
+def split_at_current(rows: Collection[DataKeyRow], named: Collection[int]) -> OwnerKeyRows:
+    """Divide *rows*; the current one is the newest in *named*, or of all if *named* has none."""
     # SQLite stores any type in any column.  A key with a modified generation cannot be unwrapped.
     ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
     last = len(ordered) - 1
     at = max((n for n, row in enumerate(ordered) if row.id in named), default=last)
-    return ordered[:at], ordered[at], ordered[at + 1 :]
+    return OwnerKeyRows(ordered[:at], ordered[at], ordered[at + 1 :])
 
 
-async def current_keys(
-    db: Database, owners: set[object]
-) -> tuple[dict[object, DataKeyRow], set[int]]:
-    """Return the newest data key that each owner's row names, by tag, and the ids of newer ones.
+async def keys_of_owners(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
+    """Return the data keys of *owners*, by tag.
 
-    If the owner's row is not authentic, this is the newest data key.  Without root keys, it is the
-    data key that encrypts the owner's row.
+    If the owner's row is not authentic, the newest data key counts as current.  Without root keys,
+    the data key that encrypts the owner's row does.
     """
     keys: dict[bytes, list[DataKeyRow]] = {}
     for row in (await db.runner.read_data_keys(owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
-    encrypting: dict[object, int] = {}  # the ids in the headers of the owners' rows
+    header_ids: dict[object, int] = {}  # the key ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
         for tag, stored in await rows_where(db.runner.read, query, table.c.tag, several):
             if (parts := parse_header_or_none(stored)) is not None:
-                encrypting[tag] = parts[1]
-    newest: dict[object, DataKeyRow] = {}
-    newer_ids: set[int] = set()
+                header_ids[tag] = parts[1]
+    keys_of: dict[object, OwnerKeyRows] = {}
     for owner, rows in keys.items():
-        _, newest[owner], _ = split_at_current(rows, ())
-        key_id = encrypting.get(owner)
-        if key_id is not None and key_id != newest[owner].id:
-            named = await _named_ids(db, owner, key_id)
-            _, newest[owner], newer = split_at_current(rows, named)
-            newer_ids.update(row.id for row in newer)
-    return newest, newer_ids
+        keys_of[owner] = split_at_current(rows, ())
+        key_id = header_ids.get(owner)
+        if key_id not in (None, keys_of[owner].current.id):
+            keys_of[owner] = split_at_current(rows, await _named_ids(db, owner, key_id))
+    return keys_of
 
 
 async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:
@@ -222,9 +220,9 @@ def select_count(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Se
     return sa.select(sa.func.count()).select_from(source).where(*where)
 
 
-def _count_by_owner(column: SealedTable[Any]) -> sa.Select[Any]:
+def _count_by_owner(table: SealedTable[Any]) -> sa.Select[Any]:
     """Return the query that counts rows by the tag of their owner, or NULL, and header."""
-    source: sa.FromClause = column.table
+    source: sa.FromClause = table.table
     owner: sa.ColumnElement[Any] = users.c.tag
     if source in (apps, users):
         owner = source.c.tag
@@ -237,10 +235,10 @@ def _count_by_owner(column: SealedTable[Any]) -> sa.Select[Any]:
         elif source is not sessions:
             source = source.outerjoin(sessions, sessions.c.id == source.c.session_row)
         source = source.outerjoin(users, users.c.id == sessions.c.user_row)
-    header = header_column(column.value)
+    header = header_column(table.value)
     return sa.select(owner, header, sa.func.count()).select_from(source).group_by(owner, header)
 
 
 # For each table, the column by which it is read in spans, and the query that counts its rows.
-_COUNT_QUERIES = tuple((column.key[0], _count_by_owner(column)) for column in SEALED)
+_COUNT_QUERIES = tuple((table.key[0], _count_by_owner(table)) for table in SEALED)
 _HEADERS = {table: sa.select(table.c.tag, header_column(table.c.state)) for table in (apps, users)}
