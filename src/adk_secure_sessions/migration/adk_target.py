@@ -46,15 +46,11 @@ from adk_secure_sessions.migration.sources import (
     Ids,
     SessionContent,
     SourceSession,
-    Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
 T = TypeVar("T")
 MISSING = "the target does not have it"
-_NOT_STORED = Unreadable(MISSING)
-_STATE_DIFFERS = "its state differs"
-
 _MICROSECOND = timedelta(microseconds=1)
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
@@ -164,34 +160,37 @@ class AdkTarget(ClosedByWith):
         if reason is None:
             return True
         difference = await self.state_difference(owner, state)
-        if difference == _STATE_DIFFERS:
-            raise ConversionError("the target has another state, which was not changed")
-        if difference is not None:
+        if difference is None:
+            return False
+        if await self._reader.state(*owner) is None:
             raise ConversionError(reason)
-        return False
+        raise ConversionError("the target has another state, which was not changed")
 
     # --- read ------------------------------------------------------------------------------------
 
-    async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str | None]:
-        """Return how sessions of the target differ from *contents*; None for one that does not."""
+    async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str]:
+        """Return how sessions of the target differ from *contents*: empty for an equal one.
+
+        The result does not contain the sessions that the target does not have.
+        """
         listed = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
         found = await self._reader.read(listed)
-        differing: dict[Ids, str | None] = {}
+        reasons: dict[Ids, str] = {}
         for session, (ids, content) in zip(listed, contents.items(), strict=True):
-            stored = found.get(session, _NOT_STORED)
-            if isinstance(stored, Unreadable):
-                differing[ids] = stored.reason
-            else:  # PostgreSQL's JSONB returns large floats as integers
+            stored = found.get(session)
+            if isinstance(stored, SessionContent):  # PostgreSQL's JSONB makes large floats integers
                 content = content._replace(expires_at=None)
-                differing[ids] = differences(content, stored, numbers_may_differ=True) or None
-        return differing
+                reasons[ids] = differences(content, stored, numbers_may_differ=True)
+            elif stored is not None:
+                reasons[ids] = stored.reason
+        return reasons
 
     async def state_difference(self, owner: Ids, state: bytes) -> str | None:
         """Return how a state of the target differs from *state*; None if both are equal."""
-        found = await self._reader.state(*owner) or _NOT_STORED
-        if isinstance(found, Unreadable):
-            return found.reason
-        return None if is_same_state(found, state, numbers_may_differ=True) else _STATE_DIFFERS
+        found = await self._reader.state(*owner)
+        if not isinstance(found, bytes):
+            return found.reason if found else MISSING
+        return None if is_same_state(found, state, numbers_may_differ=True) else "its state differs"
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
         given = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))

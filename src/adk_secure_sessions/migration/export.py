@@ -3,9 +3,9 @@
 Everything that is written is plaintext.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.caches import Lru
@@ -90,9 +90,8 @@ async def export_to_adk(
         verify: Afterwards, read both databases again and compare all sessions field by field.
         progress: With *verify*, each session counts twice.
     """
-    run = _ExportRun(db, app_name, user_id, skip_bad=skip_bad)
-    write = partial(_write_to_adk, run, target, verify=verify)
-    return await run.run(write, progress, passes=2 if verify else 1)
+    run = _ExportToAdk(db, app_name, user_id, skip_bad, target, verify)
+    return await run.run(progress, passes=2 if verify else 1)
 
 
 @audited_command
@@ -113,53 +112,54 @@ async def export_lines(
     Args:
         write: Called with each line, in UTF-8 and with the line feed.
     """
-    run = _ExportRun(db, app_name, user_id, skip_bad=skip_bad)
-    return await run.run(partial(_write_lines, run, write), progress)
+    return await _ExportOfLines(db, app_name, user_id, skip_bad, write).run(progress)
 
 
-class _ExportRun:
+@dataclass(repr=False, eq=False)
+class _ExportRun(ABC):
     """One run of an export: reads sessions and states, and lists those that cannot be exported."""
 
-    _index_master: IndexMaster  # for the blind indexes of the findings
+    _db: Database
+    _app_name: str | None
+    _user_id: str | None
+    _skip_bad: bool
 
-    def __init__(
-        self, db: Database, app_name: str | None, user_id: str | None, *, skip_bad: bool
-    ) -> None:
-        self.result: Export = Export()
-        self.db, self.app_name, self.user_id = db, app_name, user_id
-        self._source, self._selection = EncryptedSource(db), Selection(app_name)
-        self._skip_bad = skip_bad
+    def __post_init__(self) -> None:
+        self._result = Export()
+        self._source, self._selection = EncryptedSource(self._db), Selection(self._app_name)
         self._findings = Findings(with_ids=False)
         # If only one user id is exported: the tag of this user in each app.
         self._users: dict[str, str] = {}
 
-    async def run(
-        self, write: Callable[[], Awaitable[None]], progress: Progress | None, *, passes: int = 1
-    ) -> Export:
-        """Call *write*, which reads all sessions *passes* times."""
+    async def run(self, progress: Progress | None, *, passes: int = 1) -> Export:
+        """Write everything; *passes* says how often all sessions are read."""
         # Notice a wrong key before anything is written.
-        self._index_master = (await self.db.keyring()).index_master
+        self._index_master: IndexMaster = (await self._db.keyring()).index_master
         number = await self._source.count(self._selection)
-        if self.app_name is not None:
-            add_facts(app=self.app_name)
+        if self._app_name is not None:
+            add_facts(app=self._app_name)
         self._meter = Meter(progress, passes * number, None)
         try:
-            await write()
+            await self._write()
         except StopAtBad:
-            self.result.stopped = True
+            self._result.stopped = True
         self._meter.finish()
-        return self._findings.write_to(self.result)
+        return self._findings.write_to(self._result)
 
-    async def readable_sessions(
+    @abstractmethod
+    async def _write(self) -> None:
+        """Write the sessions and states that can be exported."""
+
+    async def _readable_sessions(
         self, *, reports: bool = True
     ) -> AsyncIterator[Mapping[Ids, SessionContent]]:
         """Yield the sessions in batches; with *reports*, reject those that cannot be decrypted."""
         async for listed in self._source.sessions(self._selection):
-            if self.user_id is not None:
+            if self._user_id is not None:
                 listed = [
                     session
                     for session in listed
-                    if session.user_id == self.user_id or not session.has_ids
+                    if session.user_id == self._user_id or not session.has_ids
                 ]
             contents = await self._source.read(listed)
             for session in contents:
@@ -169,10 +169,10 @@ class _ExportRun:
             }
             for session, content in contents.items():
                 if reports and isinstance(content, Unreadable):
-                    self.reject(session.ids, content.reason, has_ids=content.has_ids)
+                    self._reject(session.ids, content.reason, has_ids=content.has_ids)
             await self._meter.advance(len(contents))
 
-    async def readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
+    async def _readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
         """Yield the states as JSON; with one user id, only the states of this user and its apps."""
         async for batch in self._source.states(self._selection):
             for ids, state in batch.items():
@@ -181,120 +181,127 @@ class _ExportRun:
                     if self._is_wanted(*ids):
                         yield ids, state
                 elif reports:
-                    self.reject(ids, state.reason, has_ids=state.has_ids)
+                    self._reject(ids, state.reason, has_ids=state.has_ids)
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
-        is_of_user = app_name in self._users and user_id in (None, self.user_id)
-        return self.user_id is None or is_of_user
+        is_of_user = app_name in self._users and user_id in (None, self._user_id)
+        return self._user_id is None or is_of_user
 
     def _record_user(self, app_name: str, user_id: str | None = None) -> None:
         """If this is the one user to export, add the tag in this app to the audit record."""
-        if user_id is not None and user_id == self.user_id and app_name not in self._users:
+        if user_id is not None and user_id == self._user_id and app_name not in self._users:
             self._users[app_name] = self._index_master.tag_of(app_name, user_id).hex()
             add_facts(users=list(self._users.values()))
 
-    def reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
-        self.result.bad += 1
+    def _reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
+        self._result.bad += 1
         self._findings.add(self._index_master.tag_of(*ids) if has_ids else b"", reason, *ids)
         if not self._skip_bad:
             raise StopAtBad
 
-    def report_difference(self, ids: Ids, difference: str | None) -> None:
-        if difference is not None:
-            self.result.different += 1
+
+@dataclass(repr=False, eq=False)
+class _ExportToAdk(_ExportRun):
+    _target: AdkTarget
+    _verify: bool
+
+    async def _write(self) -> None:
+        await self._target.open()
+        async for batch in self._readable_sessions():
+            await self._write_sessions(batch)
+        # google-adk needs a row of state for each user and each app, even if the state is empty.
+        async for owner, state in self._readable_states():
+            try:
+                self._result.states += await self._target.insert_state(owner, state)
+            except ConversionError as error:
+                self._reject(owner, str(error))
+        if self._verify:
+            await self._compare()
+
+    async def _write_sessions(self, batch: Mapping[Ids, SessionContent]) -> None:
+        """Write the sessions that the target does not have; compare the others."""
+        failed: dict[Ids, str] = {}
+        suitable: dict[Ids, SessionRows] = {}
+        for ids, content in batch.items():
+            try:
+                suitable[ids] = self._target.to_rows(ids, content)
+            except ConversionError as error:
+                failed[ids] = str(error)
+        known = await self._target.differences({ids: batch[ids] for ids in suitable})
+        new = {ids: rows for ids, rows in suitable.items() if ids not in known}
+        rejected = await self._target.insert(new)
+        # If the connection was lost after the commit, the repeated INSERT is rejected, although the
+        # sessions are stored.  So compare the rejected sessions, too.
+        known |= await self._target.differences({ids: batch[ids] for ids in rejected})
+        for ids in suitable:
+            if ids in new and ids not in rejected:
+                self._result.sessions += 1
+                self._result.events += len(batch[ids].events)
+            elif known.get(ids) == "":
+                self._result.unchanged += 1
+            else:
+                other = f"the target has another session with its ids: {known.get(ids)}"
+                failed[ids] = rejected.get(ids, other)
+        for ids, reason in failed.items():
+            self._reject(ids, reason)
+
+    async def _compare(self) -> None:
+        """Read both databases again, compare all sessions and states, and report differences."""
+        found = verified = 0
+        async for batch in self._readable_sessions(reports=False):
+            known = await self._target.differences(batch)
+            found += len(known)
+            verified += len(batch)
+            for ids in batch:
+                self._report_difference(ids, known.get(ids, MISSING))
+        async for owner, state in self._readable_states(reports=False):
+            self._report_difference(owner, await self._target.state_difference(owner, state))
+        self._result.verified = verified
+        number = await self._target.count(self._app_name, self._user_id)
+        self._result.only_in_target = max(number - found, 0)
+
+    def _report_difference(self, ids: Ids, difference: str | None) -> None:
+        if difference:
+            self._result.different += 1
             self._findings.add(self._index_master.tag_of(*ids), difference, *ids)
 
 
-async def _write_to_adk(run: _ExportRun, target: AdkTarget, *, verify: bool) -> None:
-    await target.open()
-    async for batch in run.readable_sessions():
-        await _write_sessions(run, target, batch)
-    # google-adk needs a row of state for each user and each app, even if the state is empty.
-    async for owner, state in run.readable_states():
-        try:
-            run.result.states += await target.insert_state(owner, state)
-        except ConversionError as error:
-            run.reject(owner, str(error))
-    if verify:
-        await _compare(run, target)
+@dataclass(repr=False, eq=False)
+class _ExportOfLines(_ExportRun):
+    _write_bytes: Callable[[bytes], object]
+    _states: Lru[Ids, bytes] = field(default_factory=lambda: Lru(_CACHED_STATES))
 
+    async def _write(self) -> None:
+        async for batch in self._readable_sessions():
+            for ids, content in batch.items():
+                if await self._write_line(ids, content):
+                    self._result.sessions += 1
+                    self._result.events += len(content.events)
+        runner = self._db.runner
+        async for ids, state in self._readable_states():
+            if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
+                identity = await runner.identify(ids[0], ids[1])
+                options = reads.PageOptions(1, with_snapshots=False, skip=True)
+                if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
+                    self._result.states += await self._write_line(ids, None)
 
-async def _write_sessions(
-    run: _ExportRun, target: AdkTarget, batch: Mapping[Ids, SessionContent]
-) -> None:
-    """Write the sessions that the target does not have; compare the others."""
-    failed: dict[Ids, str] = {}
-    suitable: dict[Ids, SessionRows] = {}
-    for ids, content in batch.items():
-        try:
-            suitable[ids] = target.to_rows(ids, content)
-        except ConversionError as error:
-            failed[ids] = str(error)
-    known = await target.differences({ids: batch[ids] for ids in suitable})
-    new = {ids: rows for ids, rows in suitable.items() if known[ids] == MISSING}
-    rejected = await target.insert(new)
-    # If the connection was lost after the commit, the repeated INSERT is rejected, although the
-    # sessions are stored.  So compare the rejected sessions, too.
-    known |= await target.differences({ids: batch[ids] for ids in rejected})
-    for ids, difference in known.items():
-        if ids in new and ids not in rejected:
-            run.result.sessions += 1
-            run.result.events += len(batch[ids].events)
-        elif difference is None:
-            run.result.unchanged += 1
-        else:
-            other = f"the target has another session with its ids: {difference}"
-            failed[ids] = rejected.get(ids, other)
-    for ids, reason in failed.items():
-        run.reject(ids, reason)
-
-
-async def _compare(run: _ExportRun, target: AdkTarget) -> None:
-    """Read both databases again, compare all sessions and states, and report differences."""
-    found = verified = 0
-    async for batch in run.readable_sessions(reports=False):
-        for ids, difference in (await target.differences(batch)).items():
-            verified += 1
-            found += difference != MISSING
-            run.report_difference(ids, difference)
-    async for owner, state in run.readable_states(reports=False):
-        run.report_difference(owner, await target.state_difference(owner, state))
-    run.result.verified = verified
-    run.result.only_in_target = max(await target.count(run.app_name, run.user_id) - found, 0)
-
-
-async def _write_lines(run: _ExportRun, write: Callable[[bytes], object]) -> None:
-    cached: Lru[Ids, bytes] = Lru(_CACHED_STATES)
-
-    async def state_of(*owner: str) -> bytes:
-        state = cached.get(owner)
-        if state is None:
-            state = await owner_state(run.db, *owner)
-            cached.put(owner, state)
-        return state
-
-    async def write_line(ids: Ids, content: SessionContent | None) -> bool:
+    async def _write_line(self, ids: Ids, content: SessionContent | None) -> bool:
         """Write a line; return False if the state of the app or of the user is unreadable."""
         try:
-            line = _line(ids, await state_of(ids[0]), await state_of(*ids[:2]), content)
+            states = await self._state_of(ids[0]), await self._state_of(*ids[:2])
+            line = _line(ids, *states, content)
         except ROW_ERRORS as error:
-            run.reject(ids, safe_reason(error))
+            self._reject(ids, safe_reason(error))
             return False
-        write(line)
+        self._write_bytes(line)
         return True
 
-    async for batch in run.readable_sessions():
-        for ids, content in batch.items():
-            if await write_line(ids, content):
-                run.result.sessions += 1
-                run.result.events += len(content.events)
-    runner = run.db.runner
-    async for ids, state in run.readable_states():
-        if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
-            identity = await runner.identify(ids[0], ids[1])
-            options = reads.PageOptions(1, with_snapshots=False, skip=True)
-            if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
-                run.result.states += await write_line(ids, None)
+    async def _state_of(self, *owner: str) -> bytes:
+        state = self._states.get(owner)
+        if state is None:
+            state = await owner_state(self._db, *owner)
+            self._states.put(owner, state)
+        return state
 
 
 def _line(ids: Ids, app_state: bytes, user_state: bytes, content: SessionContent | None) -> bytes:
