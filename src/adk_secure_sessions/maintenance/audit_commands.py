@@ -135,10 +135,10 @@ async def verify_audit(
             logged.ends[chain] = end.number
     if any(logged.missing(trail.purged_heads)):
         # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
-        again = await _open_checker(db, None, rows_per_second)
-        async for chain, _ in again.chains():
-            await again.check(chain)
-        trail.purged_heads |= again.purged_heads
+        later = await _open_checker(db, None, rows_per_second)
+        async for chain, _ in later.chains():
+            await later.check(chain)
+        trail.purged_heads |= later.purged_heads
     await trail.check_purged()
     for row, detail in logged.missing(trail.purged_heads):
         trail.add_bad(row, Reason.MISSING, detail)
@@ -233,7 +233,7 @@ async def purge_audit(
             result.chains += len(batch)
             result.records += sum(end.number + 1 for _, end in batch)
         elif len(batch) > 1:
-            batches += [[one] for one in batch]  # only one of them may have changed
+            batches += [[chain] for chain in batch]  # only one of them may have changed
         else:
             result.kept += 1
     trail.meter.finish()

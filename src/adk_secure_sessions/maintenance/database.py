@@ -250,14 +250,14 @@ _ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)
 
 
 async def run_deletion(
-    change: Callable[[Callable[[sa.Connection], T]], Awaitable[T]],
+    run_transaction: Callable[[Callable[[sa.Connection], T]], Awaitable[T]],
     work: Callable[[sa.Connection], T],
-    number: Callable[[T], int],
+    count_deleted: Callable[[T], int],
 ) -> T:
-    """Run *work* in one transaction of *change*, and return its result, which says what it deletes.
+    """Run *work* with *run_transaction*, and return its result, which says what it deletes.
 
     If the connection was lost during COMMIT, the attempt may have been committed, and the next one
-    found nothing.  So return the latest result in which *number* counts deletions.
+    found nothing.  So return the latest result in which *count_deleted* counts deletions.
     """
     results: list[T] = []
 
@@ -265,5 +265,5 @@ async def run_deletion(
         results.append(work(connection))
         return results[-1]
 
-    await change(run)
-    return next((result for result in reversed(results) if number(result)), results[-1])
+    await run_transaction(run)
+    return next((result for result in reversed(results) if count_deleted(result)), results[-1])

@@ -311,16 +311,16 @@ class _UserRows:
         If the user has no row, they are the sessions whose record has one of `_headers`.
         """
         c = sessions.c
-        of_user: sa.ColumnElement[bool]
+        is_of_user: sa.ColumnElement[bool]
         if self._users:
-            of_user = c.user_row.in_(self._users)
+            is_of_user = c.user_row.in_(self._users)
         elif self._headers:
-            of_user = header_column(c.state).in_(self._headers)
+            is_of_user = header_column(c.state).in_(self._headers)
         else:
             return []
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
-        query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(of_user)
+        query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(is_of_user)
         if not self._dry_run:
             # From the second pass on, this transaction holds the lock on the user's row.
             # A service may have locked a session, and now wait for the user's row.  To wait for

@@ -38,11 +38,11 @@ async def init(db: Database) -> Initialization:
     data_before, before = await db.survey_each()
     await retried(opening)
     data_after, after = await db.survey_each()
-    made = [before.missing_tables - after.missing_tables]
+    created = [before.missing_tables - after.missing_tables]
     if db.runner.executors.has_key_database:
-        made.append(data_before.missing_tables - data_after.missing_tables)
+        created.append(data_before.missing_tables - data_after.missing_tables)
     names = [
-        table.name for tables in made for table in metadata.sorted_tables if table.name in tables
+        table.name for tables in created for table in metadata.sorted_tables if table.name in tables
     ]
     known = {row.id for row in before.keyring}
     master_ids = [row.id for row in after.keyring if row.id not in known]

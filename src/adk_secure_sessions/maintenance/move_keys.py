@@ -191,8 +191,8 @@ class _Move:
         executors, backends = self._db.runner.executors, self._db.runner.backends
         await retried(lambda: executors.key_tables.run_sync(_reject_in_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
-        now = await retried(lambda: survey_database(executors.data))
-        if now.table_set is not data.table_set:
+        latest_data = await retried(lambda: survey_database(executors.data))
+        if latest_data.table_set is not data.table_set:
             raise SecureSessionError(_OVERLAPPED, retryable=True)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)

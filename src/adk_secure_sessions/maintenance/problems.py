@@ -131,7 +131,7 @@ def report_unlisted(problems: Problems, evidence: str, feature: str, remedy: str
 
 
 def report_unlisted_trail(db: Database, problems: Problems) -> None:
-    """Do that for the audit trail, if this command has corrected the list."""
+    """Report the feature `audit`, if this command had to add it to the list."""
     if db.trail_was_unlisted:
         remedy = "services with Audit(table=True) and maintenance commands add the feature again"
         report_unlisted(problems, f"{audit_records.name} has rows", FeatureName.AUDIT, remedy)
@@ -177,13 +177,15 @@ def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnEleme
     minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
     zero: sa.ColumnElement[int] = sa.literal_column("0")
     row = indexed.c.row_id
-    of_session = sa.select(_ONE).where(sessions.c.id == row, ~IS_COLLECTION)
-    of_user = sa.select(_ONE).where(users.c.id == minus_one - row)
+    session_query = sa.select(_ONE).where(sessions.c.id == row, ~IS_COLLECTION)
+    user_query = sa.select(_ONE).where(users.c.id == minus_one - row)
     if app_tag is not None:
         app = sa.select(apps.c.id).where(apps.c.tag == app_tag)
-        of_user = of_user.where(users.c.app_row.in_(app))
-        of_session = of_session.where(users.c.id == sessions.c.user_row, users.c.app_row.in_(app))
-    session, user = (query.correlate(indexed).exists() for query in (of_session, of_user))
+        user_query = user_query.where(users.c.app_row.in_(app))
+        session_query = session_query.where(
+            users.c.id == sessions.c.user_row, users.c.app_row.in_(app)
+        )
+    session, user = (query.correlate(indexed).exists() for query in (session_query, user_query))
     is_mark = row == sa.literal_column(str(INDEX_MARK))
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
 

@@ -298,7 +298,7 @@ def _select_unused(
     """
     if not rows:
         return _KeyDecision([], [])
-    older, _, newer = split_at_current(rows, named_ids)
+    older, _current, newer = split_at_current(rows, named_ids)
     if headers is None:
         return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
@@ -329,8 +329,8 @@ def _count_headers(
 ) -> key_operations.HeaderCounts:
     """Count the records of an owner by table and header; *user* is the row id of a user."""
     c = sessions.c
-    of_user = c.user_row == user
-    ids, tags = sa.select(c.id).where(of_user), sa.select(c.tag).where(of_user)
+    is_of_user = c.user_row == user
+    ids, tags = sa.select(c.id).where(is_of_user), sa.select(c.tag).where(is_of_user)
     columns: list[tuple[sa.Column[Any], sa.ColumnElement[bool]]]
     columns = [
         (apps.c.state, apps.c.tag == owner_tag),
@@ -339,7 +339,7 @@ def _count_headers(
     if user is not None:
         columns += [
             (users.c.state, users.c.tag == owner_tag),
-            (c.state, of_user),
+            (c.state, is_of_user),
             (witnesses.c.seal, witnesses.c.tag.in_(tags)),
             (snapshots.c.state, snapshots.c.session_row.in_(ids)),
             (events.c.event, events.c.session_row.in_(ids)),

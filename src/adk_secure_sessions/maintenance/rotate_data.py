@@ -338,8 +338,9 @@ class DataRotationRun(RotationRun):
         re-encrypted record is read again before it is counted.
         """
         await self._meter.advance(len(records))
-        # Each plaintext begins with its flags, so a compressed or padded record stays as it is.
-        old: list[tuple[_EncryptedRecord, bytes, bytes]] = []  # with their contexts and plaintexts
+        # With contexts and plaintexts.  Each plaintext begins with its flags, so a compressed or
+        # padded record stays as it is.
+        outdated: list[tuple[_EncryptedRecord, bytes, bytes]] = []
         for record in records:
             table = record.table
             try:
@@ -350,15 +351,15 @@ class DataRotationRun(RotationRun):
                     ):
                         context = table.context(record.ids, record.row)
                         plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
-                        old.append((record, context, plaintext))
+                        outdated.append((record, context, plaintext))
             except ROW_ERRORS as error:
                 if not await self._has_newer_key(error, owner_tag, record):
                     self._problems.add_error(error, table.name, record.name)
-        if self._dry_run or not old:
-            self.result.reencrypted += len(old)
+        if self._dry_run or not outdated:
+            self.result.reencrypted += len(outdated)
             return
         changes: _Replacements = {}
-        for record, context, plaintext in old:
+        for record, context, plaintext in outdated:
             sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
             decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
             require_same(record.table.name, record.name, plaintext, decrypt_new)

@@ -116,22 +116,23 @@ class _MasterRotationRun(RotationRun):
     async def _before_passes(self) -> None:
         """Find the data master of this rotation; if there is none yet, create it.
 
-        It is the newest one under the root key of `backend` since the rotation began.
-        After each attempt to add one, search again: another process may have been faster.
+        Of the data masters that the root key of `backend` wraps, this is the newest, if it was
+        created since the rotation began.  After each attempt to add a data master, search again:
+        another process may have added one first.
         """
         root = self._db.runner.backends.writing.root_key
-        fresh: MasterKeyRow | None = None
+        created: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey()
             # Not the id with which this run began: `separate` may have replaced it since.
             database_id = survey.existing_id
             masters = await authentic_masters(self._db, survey)
-            fitting = [row for row in masters if row.root_key_id == root.key_id]
-            newest = max(fitting, key=lambda row: (row.created_at, row.id), default=None)
+            candidates = [row for row in masters if row.root_key_id == root.key_id]
+            newest = max(candidates, key=lambda row: (row.created_at, row.id), default=None)
             if newest is not None and newest.created_at >= self.result.since:
                 await self._db.reread_keyring()
                 self.result.master_id = newest.id
-                if newest == fresh:
+                if newest == created:
                     record_new_key(database_id, "data master", newest.id, root_key=root.key_id)
                 return
             if len(survey.keyring) >= MAX_ROWS - _HEADROOM:
@@ -145,20 +146,20 @@ class _MasterRotationRun(RotationRun):
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
             now = max([self.result.since, *(after_creation(keyring_table, row) for row in masters)])
-            fresh, _ = await new_master(DATA, root, database_id, now)
+            created, _ = await new_master(DATA, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
-            await unwrap_master_key(fresh, {root.key_id: root}, database_id)
+            await unwrap_master_key(created, {root.key_id: root}, database_id)
             await self._db.runner.run_on_keys(
-                partial(_insert_master, fresh, set(survey.keyring), database_id)
+                partial(_insert_master, created, set(survey.keyring), database_id)
             )
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.rotated
         keyring = await self._db.keyring()
-        current = (WRAP_BACKEND_ID, self.result.master_id)
+        wanted_header = (WRAP_BACKEND_ID, self.result.master_id)
         async for rows in scan_data_keys(self._db):
-            old = [row for row in rows if parse_header_or_none(row.wrapped) != current]
-            await self._rewrap_batch(old, keyring)
+            outdated = [row for row in rows if parse_header_or_none(row.wrapped) != wanted_header]
+            await self._rewrap_batch(outdated, keyring)
             await self._meter.advance(len(rows))
             await self._reject_other_rotation()
         return self.result.rotated > before

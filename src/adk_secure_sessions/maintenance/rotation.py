@@ -140,10 +140,11 @@ class RotationRun(ABC):
         while True:
             stored = {} if restart else (await self._db.survey()).meta_rows
             index_master = (await self._db.keyring()).index_master
-            own = [one for one in parse_checkpoints(stored, index_master) if one.name == self._name]
-            if own:
-                self.result.since, self.result.resumed = own[0].since, True
-                if self.result.since is None or not own[0].is_authentic:
+            for found in parse_checkpoints(stored, index_master):
+                if found.name != self._name:
+                    continue
+                self.result.since, self.result.resumed = found.since, True
+                if self.result.since is None or not found.is_authentic:
                     raise TamperedError(
                         "the checkpoint was modified; begin a new rotation, with --restart or "
                         "restart=True",

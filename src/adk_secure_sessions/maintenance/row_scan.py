@@ -207,6 +207,6 @@ def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
 def header_column(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
     # would have different parameters, and PostgreSQL would treat the expressions as different.
-    one: sa.ColumnElement[int] = sa.literal_column("1")
+    start: sa.ColumnElement[int] = sa.literal_column("1")
     length: sa.ColumnElement[int] = sa.literal_column(str(HEADER_LENGTH))
-    return sa.func.substr(column, one, length, type_=sa.LargeBinary)
+    return sa.func.substr(column, start, length, type_=sa.LargeBinary)

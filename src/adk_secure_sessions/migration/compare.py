@@ -157,10 +157,10 @@ class ComparisonRun:
         reason = await self._reason(item)
         if reason and not isinstance(item.content, Unreadable):
             # A service or another run may have written meanwhile: compare once more.
-            again = await self.scan.read_again(item)
-            if again is None:
+            reread = await self.scan.read_again(item)
+            if reread is None:
                 return
-            item, reason = again, await self._reason(again)
+            item, reason = reread, await self._reason(reread)
         self._result.sessions += 1
         if not isinstance(item.content, SessionContent):
             self._result.bad += 1

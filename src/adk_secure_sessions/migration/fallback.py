@@ -450,13 +450,13 @@ reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
 
 
 def _to_session(
-    session: SourceSession, content: SessionContent, of_app: bytes, of_user: bytes
+    session: SourceSession, content: SessionContent, app_state: bytes, user_state: bytes
 ) -> Session:
     """Return a session of the source without events, for a listing.
 
     It has no marker: `append_event` then compares the time of its last update.
     """
-    app, user, own = map(json_text.load_state, (of_app, of_user, content.state))
+    app, user, own = map(json_text.load_state, (app_state, user_state, content.state))
     return Session(
         id=session.session_id,
         app_name=session.app_name,

@@ -108,8 +108,8 @@ class ServiceSource(Source):
         self._contents = {}
 
     async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
-        known = {one: self._contents.pop(one) for one in sessions if one in self._contents}
-        return known | await self._read([one for one in sessions if one not in known])
+        known = {key: self._contents.pop(key) for key in sessions if key in self._contents}
+        return known | await self._read([key for key in sessions if key not in known])
 
     async def _read(
         self, listed: Sequence[SourceSession], *, counts_events: bool = False
