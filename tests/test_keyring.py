@@ -28,8 +28,8 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
 from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import (
-    DATA,
-    INDEX,
+    DATA_MASTER,
+    INDEX_MASTER,
     RETRY_PAUSE,
     Keyring,
     MasterFingerprint,
@@ -70,8 +70,8 @@ class KeyService:
 
 async def made(*roots: KeyProvider) -> list[MasterKeyRow]:
     """Make an index master key, and a data master key for each of *roots*, the oldest first."""
-    rows = [await row_of(INDEX, roots[0], 0)]
-    return rows + [await row_of(DATA, root, age) for age, root in enumerate(roots)]
+    rows = [await row_of(INDEX_MASTER, roots[0], 0)]
+    return rows + [await row_of(DATA_MASTER, root, age) for age, root in enumerate(roots)]
 
 
 async def row_of(purpose: str, root: KeyProvider, created_at: int) -> MasterKeyRow:
@@ -189,7 +189,7 @@ async def test_start_with_a_wrong_root_key_calls_the_key_service_once() -> None:
 
 
 async def test_newest_master_key_of_the_writing_root_key_wraps_new_data_keys() -> None:
-    rows = [*(await made(ROOT, OTHER, ROOT)), await row_of(DATA, OTHER, 9)]
+    rows = [*(await made(ROOT, OTHER, ROOT)), await row_of(DATA_MASTER, OTHER, 9)]
     assert (await opened(rows, ROOT, OTHER)).wrapping_master_id == rows[3].id
     assert (await opened(rows[::-1], ROOT, OTHER)).wrapping_master_id == rows[3].id
     assert (await opened(rows, OTHER, ROOT)).wrapping_master_id == rows[4].id
@@ -208,7 +208,7 @@ async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> Non
     rows = await made(clear)
     assert (await opened(rows, ROOT, clear)).wrapping_master_id is None
     assert (await opened(rows, clear, ROOT)).wrapping_master_id == rows[1].id
-    rows.append(await row_of(DATA, OTHER, 0))
+    rows.append(await row_of(DATA_MASTER, OTHER, 0))
     assert (await opened(rows, ROOT, clear, OTHER)).wrapping_master_id == rows[2].id
 
 
@@ -286,10 +286,10 @@ async def test_two_rows_with_one_id_are_rejected() -> None:
 
 
 async def test_two_index_masters_are_rejected_naming_both() -> None:
-    rows = [*(await made(ROOT)), await row_of(INDEX, ROOT, 0)]
+    rows = [*(await made(ROOT)), await row_of(INDEX_MASTER, ROOT, 0)]
     with pytest.raises(WrongKeyError, match=f"{rows[0].id}.*{rows[2].id}.*both index masters"):
         await opened(rows, ROOT)
-    rows.append(await row_of(INDEX, ROOT, 0))
+    rows.append(await row_of(INDEX_MASTER, ROOT, 0))
     message = f"row {rows[0].id} and row {rows[2].id}, {rows[3].id} are both index masters"
     with pytest.raises(WrongKeyError, match=message):
         await opened(rows, ROOT)
@@ -321,7 +321,7 @@ async def test_failing_key_service_is_reported_without_its_text(answer: Any, fau
         await opened(rows, KeyService(answer))
     assert "7Qx" not in str(info.value)
     with pytest.raises(KeyServiceError, match=message):
-        await new_master(DATA, KeyService(answer), DATABASE, 0)
+        await new_master(DATA_MASTER, KeyService(answer), DATABASE, 0)
 
 
 def test_cancelled_call_of_a_provider_shows_no_frame_of_the_provider() -> None:
@@ -335,7 +335,7 @@ def test_cancelled_call_of_a_provider_shows_no_frame_of_the_provider() -> None:
         async def wrap(self, key: bytes, associated_data: bytes) -> Any:
             await pause()
 
-    call = new_master(DATA, Waiting(None), DATABASE, 0)
+    call = new_master(DATA_MASTER, Waiting(None), DATABASE, 0)
     call.send(None)
     with pytest.raises(asyncio.CancelledError) as cancelled:
         call.throw(asyncio.CancelledError())
@@ -368,18 +368,18 @@ async def test_wrapped_key_of_more_than_64_kib_is_not_stored(length: int) -> Non
     """Another process would not read it."""
     root = KeyService(bytes(length))
     if length == 65_536:
-        assert (await new_master(DATA, root, DATABASE, 0))[0].wrapped == bytes(length)
+        assert (await new_master(DATA_MASTER, root, DATABASE, 0))[0].wrapped == bytes(length)
         return
     message = f"root key {ROOT.key_id!r} wraps a master key in more than 65536 bytes"
     with pytest.raises(KeyServiceError, match=message):
-        await new_master(DATA, root, DATABASE, 0)
+        await new_master(DATA_MASTER, root, DATABASE, 0)
 
 
 # --- wrapping a master key again -----------------------------------------------------------------
 
 
 async def test_master_key_is_wrapped_again_by_its_own_root_key() -> None:
-    row, key = await new_master(DATA, ROOT, DATABASE, 7)
+    row, key = await new_master(DATA_MASTER, ROOT, DATABASE, 7)
     again = await rewrap_master_key(row, {ROOT.key_id: ROOT}, DATABASE)
     assert again.wrapped != row.wrapped
     assert again._replace(wrapped=b"") == row._replace(wrapped=b"")
@@ -388,7 +388,7 @@ async def test_master_key_is_wrapped_again_by_its_own_root_key() -> None:
 
 
 async def test_master_key_is_wrapped_by_another_root_key_for_another_database() -> None:
-    row, key = await new_master(DATA, ROOT, DATABASE, 7)
+    row, key = await new_master(DATA_MASTER, ROOT, DATABASE, 7)
     again = await rewrap_master_key(
         row, {ROOT.key_id: ROOT}, DATABASE, new_root=OTHER, new_database_id=bytes(16)
     )
@@ -400,7 +400,7 @@ async def test_master_key_is_wrapped_by_another_root_key_for_another_database() 
 
 
 async def test_root_key_that_unwraps_another_key_than_it_wraps_is_rejected() -> None:
-    row, _ = await new_master(DATA, ROOT, DATABASE, 7)
+    row, _ = await new_master(DATA_MASTER, ROOT, DATABASE, 7)
     wrong = KeyService(bytes(32))
     wrong.key_id = "wrong"
     with pytest.raises(SecureSessionError, match="root key 'wrong' does not unwrap what it wraps"):
@@ -482,8 +482,8 @@ JUNK: list[dict[str, Any]] = [
     {"root_key_id": "another"},
     {"root_key_id": "none"},
     {"created_at": 7},
-    {"purpose": INDEX},
-    {"id": 5, "purpose": INDEX},
+    {"purpose": INDEX_MASTER},
+    {"id": 5, "purpose": INDEX_MASTER},
     {"id": 5, "created_at": 2**62},
     {"id": 5, "purpose": "other"},
     {"id": "junk"},
@@ -503,7 +503,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     again = await renewed(stored, known, root)
     assert again.index_master is known.index_master
     assert again.wrapping_master_id == rows[2].id
-    assert (rows[1].id in again.masters) == (junk.id != rows[1].id)
+    assert (rows[1].id in again.data_masters) == (junk.id != rows[1].id)
     assert again.row_count == len(stored)
     assert again.is_current(fingerprints_of(stored))
     assert junk not in again.rows.values()
@@ -569,7 +569,7 @@ async def test_running_service_rejects_another_index_master(
     """One that the same root key has wrapped, for example from a test database."""
     rows = await made(ROOT)
     known = await opened(rows, ROOT)
-    other = await row_of(INDEX, ROOT, 0)
+    other = await row_of(INDEX_MASTER, ROOT, 0)
     for index in (other, other._replace(id=rows[0].id)):
         again = await renewed([index, rows[1]], known, ROOT)
         assert again.index_master is known.index_master
@@ -721,7 +721,7 @@ async def test_known_master_whose_row_changed_is_not_used_while_its_key_service_
     changed = [rows[0], row_like(rows[1], wrapped=b"\x01changed"), rows[2]]
     again = await renewed(changed, known, Failing(b"\x01changed"))
     assert waits(again)
-    assert rows[1].id not in again.masters
+    assert rows[1].id not in again.data_masters
     with pytest.raises(UnknownKeyError, match="not unwrapped yet"):
         cipher_of(on(again, 1), row)
     only = await opened(rows[:2], ROOT)
@@ -742,11 +742,11 @@ async def test_row_that_holds_another_key_than_before_is_rejected(
         known = await renewed(changed, known, Failing(changed[1].wrapped))
     with later(RETRY_PAUSE):
         again = await renewed(changed, known, ROOT)
-    assert rows[1].id not in again.masters
+    assert rows[1].id not in again.data_masters
     fault = "it holds another key than the one that this service has read"
     assert f"secure_keyring row {rows[1].id}: {fault}, so the row" in caplog.text
     back = await renewed(rows, again, ROOT)
-    assert rows[1].id in back.masters
+    assert rows[1].id in back.data_masters
 
 
 async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None:

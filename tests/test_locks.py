@@ -10,7 +10,7 @@ from adk_secure_sessions.concurrency import LoopLocks, at_once, await_to_end
 
 
 async def worker(locks: LoopLocks, key: str, log: list[str]) -> None:
-    async with locks.hold(key):
+    async with locks.lock(key):
         log.append("in")
         await asyncio.sleep(0)
         log.append("out")
@@ -40,14 +40,14 @@ async def test_lock_that_no_task_wants_is_removed() -> None:
 async def test_lock_is_released_when_its_holder_fails() -> None:
     locks = LoopLocks()
     with pytest.raises(RuntimeError, match="inside"):
-        async with locks.hold("key"):
+        async with locks.lock("key"):
             raise RuntimeError("inside")
     await asyncio.wait_for(worker(locks, "key", []), 5)
 
 
 async def test_cancelled_waiter_leaves_the_lock_to_the_next() -> None:
     locks, log = LoopLocks(), list[str]()
-    async with locks.hold("key"):
+    async with locks.lock("key"):
         waiter = asyncio.create_task(worker(locks, "key", log))
         following = asyncio.create_task(worker(locks, "key", log))
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ def test_loops_in_two_threads_do_not_wait_for_each_other() -> None:
     locks, together = LoopLocks(), threading.Barrier(2)
 
     async def hold() -> None:
-        async with locks.hold("key"):
+        async with locks.lock("key"):
             together.wait(5)  # blocks: both threads must be inside at once
 
     threads = [threading.Thread(target=lambda: asyncio.run(hold())) for _ in range(2)]

@@ -25,7 +25,7 @@ from adk_secure_sessions import (
     FernetBackend,
 )
 from adk_secure_sessions.formats.times import time_now
-from adk_secure_sessions.keys.keyring import DATA, Keyring, new_master
+from adk_secure_sessions.keys.keyring import DATA_MASTER, Keyring, new_master
 from examples.vectors.fixed import MICROSECONDS, TIME, Json, counting, made
 from examples.vectors.keys import root_key_id
 
@@ -220,7 +220,8 @@ async def _add_master(path: Path, backend: EncryptionBackend) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         query = "SELECT value FROM secure_meta WHERE name = 'database_id'"
         ((database_id,),) = connection.execute(query)
-        row, _ = await new_master(DATA, backend.root_key, bytes.fromhex(database_id), time_now())
+        known_id = bytes.fromhex(database_id)
+        row, _ = await new_master(DATA_MASTER, backend.root_key, known_id, time_now())
         connection.execute("INSERT INTO secure_keyring VALUES (?, ?, ?, ?, ?)", row)
 
 

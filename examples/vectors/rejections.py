@@ -118,7 +118,7 @@ class Forger:
         header = records.build_header(1, master_id)
         nonce = made(f"wrap of {row.id}", 12)
         return header + _encrypted(
-            self.keyring.master(master_id), nonce, edit(records.NO_FLAGS + key),
+            self.keyring.data_master(master_id), nonce, edit(records.NO_FLAGS + key),
             header + row.context(self.database_id),
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ class Forger:
         context = header + new.context(self.database_id)
         nonce = made("an erased data key", 12)
         wrapped = header + _encrypted(
-            self.keyring.master(master_id), nonce, records.NO_FLAGS + key, context
+            self.keyring.data_master(master_id), nonce, records.NO_FLAGS + key, context
         )
         return _insert("secure_data_keys", new._replace(wrapped=wrapped))
 

@@ -37,7 +37,7 @@ class LoopLocks:
     def __init__(self) -> None:
         self._locks = WeakValueDictionary[tuple[object, Hashable], asyncio.Lock]()
 
-    def hold(self, key: Hashable) -> asyncio.Lock:
+    def lock(self, key: Hashable) -> asyncio.Lock:
         """Return the lock of *key*, for `async with`.
 
         Only tasks of the same event loop wait for this lock.

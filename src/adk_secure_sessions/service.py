@@ -639,7 +639,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         # Parallel agents may append to the same session object.  Each append needs the
         # `_storage_update_marker` that the previous append has set, so appends run one by one.
-        async with self._locks.hold(ids):
+        async with self._locks.lock(ids):
             await self._append(session, event)
         return event
 

@@ -56,7 +56,7 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.keys import aws
 from adk_secure_sessions.keys.data_keys import TransactionKeys
-from adk_secure_sessions.keys.keyring import DATA, INDEX, MasterKeyRow, open_keyring
+from adk_secure_sessions.keys.keyring import DATA_MASTER, INDEX_MASTER, MasterKeyRow, open_keyring
 from adk_secure_sessions.keys.providers import StaticKey, parse_key
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.migration import export
@@ -287,7 +287,7 @@ def _keyring_rows() -> list[MasterKeyRow]:
 
     async def made() -> list[MasterKeyRow]:
         found = []
-        for number, purpose in enumerate((INDEX, DATA, DATA), 1):
+        for number, purpose in enumerate((INDEX_MASTER, DATA_MASTER, DATA_MASTER), 1):
             new = MasterKeyRow(number, purpose, root.key_id, number, b"")
             wrapped = await root.wrap(bytes([number]) * 32, new.context(DATABASE_ID))
             found.append(new._replace(wrapped=wrapped))
@@ -311,7 +311,7 @@ def keyring(data: bytes) -> None:
     except (ConfigurationError, DecryptionError, KeyServiceError, WrongKeyError):
         return
     known = {row.id: row for row in _keyring_rows()}
-    assert set(opened.masters) <= {2, 3}
+    assert set(opened.data_masters) <= {2, 3}
     assert all(known[row.id] == row for row in opened.rows.values())
 
 

@@ -21,7 +21,7 @@ from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
-from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
+from adk_secure_sessions.keys.keyring import DATA_MASTER, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
 from adk_secure_sessions.storage.operation_runner import Attempt, KeySource, RowCache
 from adk_secure_sessions.storage.schema import (
@@ -157,10 +157,11 @@ def keyring(*masters: int, current: int | None = None, pending: bool = False) ->
     """
     masters = masters or (MASTER,)
     held = {master: MASTERS[master] for master in masters}
-    rows = {master: MasterKeyRow(master, DATA, "root", 0, b"") for master in masters}
+    rows = {master: MasterKeyRow(master, DATA_MASTER, "root", 0, b"") for master in masters}
     rows[INDEX_MASTER] = MasterKeyRow(INDEX_MASTER, "index", "root", 0, b"")
     usable = frozenset(masters)
-    unused = {MasterKeyRow(77, DATA, "root", 0, b""): time.monotonic() + 0.1} if pending else {}
+    other = MasterKeyRow(77, DATA_MASTER, "root", 0, b"")
+    unused = {other: time.monotonic() + 0.1} if pending else {}
     count = len(rows) + len(unused)
     return Keyring(
         DATABASE_ID, INDEX, held, current or masters[-1], usable, rows, unused, row_count=count

@@ -15,7 +15,7 @@ from adk_secure_sessions import AesGcmBackend, NoOpBackend
 from adk_secure_sessions.backends.registry import register
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
-from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
+from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.storage import opening, schema
 from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
 from adk_secure_sessions.storage.survey import Survey, TableSet, require_usable, take_survey
@@ -27,7 +27,7 @@ ID, OTHER_ID = "00" * 16, "11" * 16
 FEATURES = "- " + "00" * 16  # none, and a MAC of the right form
 MARKS = {"format": "2", "database_id": ID, "features": FEATURES}
 DATA_MARKS = {"format": "2", "database_id": ID, "holds": "data"}
-MASTER = MasterKeyRow(1, DATA, "key:x", 0, b"wrapped")
+MASTER = MasterKeyRow(1, DATA_MASTER, "key:x", 0, b"wrapped")
 ALL = frozenset(schema.metadata.tables)
 NOT_OF_DATA = frozenset({"secure_keyring", "secure_data_keys"})
 NOT_OF_KEYS = ALL - {"secure_meta", "secure_keyring", "secure_data_keys"}

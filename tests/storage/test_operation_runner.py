@@ -29,7 +29,7 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.keys.data_keys import DataKeyRow, StaleKeyring, TransactionKeys
-from adk_secure_sessions.keys.keyring import DATA, Keyring, MasterFingerprint, MasterKeyRow
+from adk_secure_sessions.keys.keyring import DATA_MASTER, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     KeySource,
@@ -661,7 +661,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     """The others go on meanwhile: a key service that is down takes seconds to fail."""
     first, seen = keyring(), list[Keyring | None]()
     stored = [*fingerprints(first), MasterFingerprint(77, 0, b"")]
-    last = replace(first, rows={**first.rows, 77: MasterKeyRow(77, DATA, "root", 0, b"")})
+    last = replace(first, rows={**first.rows, 77: MasterKeyRow(77, DATA_MASTER, "root", 0, b"")})
 
     def reads_keys(attempt: Attempt) -> str:
         attempt.keys.load([], stored)

@@ -184,7 +184,7 @@ class AsyncEngineExecutor:
     def _exclusive_use(self, writes: bool) -> AbstractAsyncContextManager[None]:
         """Let only one task of an event loop write to a file, or use a single connection."""
         if self._has_one_connection or (writes and not self._dialect.is_server):
-            return self._locks.hold("connection")
+            return self._locks.lock("connection")
         return nullcontext()
 
     async def _shielded(

@@ -117,7 +117,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
         # no operation is running.
         taken = 0
-        async with self._locks.hold("close"):  # two calls with some slots each would wait for ever
+        async with self._locks.lock("close"):  # two calls with some slots each would wait for ever
             try:
                 while taken < self._keep:
                     await self._slots.acquire()

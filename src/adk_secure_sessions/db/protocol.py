@@ -138,12 +138,12 @@ class Executors(NamedTuple):
     """The executors for the data tables and for the key tables, which may be the same object."""
 
     data: Executor
-    key_tables: Executor
+    keys: Executor
 
     @property
     def has_key_database(self) -> bool:
         """Whether the key tables are in a key database, separate from the data."""
-        return self.key_tables is not self.data
+        return self.keys is not self.data
 
     async def close(self) -> None:
         """Close the connections of all executors."""
@@ -151,7 +151,7 @@ class Executors(NamedTuple):
             await self.data.close()
         finally:
             if self.has_key_database:
-                await self.key_tables.close()
+                await self.keys.close()
 
 
 def run_steps(

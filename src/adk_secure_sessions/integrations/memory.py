@@ -319,7 +319,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         """
         address = (app_name, user_id, COLLECTION_NAME)
         retries = Retries(writes=True)
-        async with self._writes.hold(address):
+        async with self._writes.lock(address):
             while True:
                 # Get the cache in each pass: `storage.empty_caches` may have replaced it.
                 cache = await self._cache()
@@ -375,7 +375,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
 
     async def _up_to_date(self, cache: "_Cache", address: _Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
-        async with self._reads.hold(address):
+        async with self._reads.lock(address):
             memory = cache.get(address)
             if memory is not None:
                 version = memory.version

@@ -315,7 +315,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         ids = _ids_of(session)
         check_ids(*ids)
         # Parallel agents may append to the same session object: make them take turns.
-        async with self._locks.hold(ids):
+        async with self._locks.lock(ids):
             await self._append(session, event)
         return event
 

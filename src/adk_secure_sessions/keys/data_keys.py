@@ -475,7 +475,8 @@ class TransactionKeys:
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """Wrap the data key *key* with data master *master_id*, and return *row* with the result."""
-    master, context = keyring.master(master_id), row.context(keyring.database_id_for(master_id))
+    master = keyring.data_master(master_id)
+    context = row.context(keyring.database_id_for(master_id))
     record = records.seal(master, WRAP_BACKEND_ID, master_id, context, records.NO_FLAGS + key)
     if len(record) > MAX_WRAPPED:
         raise ConfigurationError(
@@ -490,7 +491,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     if backend_id != WRAP_BACKEND_ID:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
-    master = keyring.master(master_id)
+    master = keyring.data_master(master_id)
     return records.open_with_flags(row.wrapped, context, master, records.reject_flags)[1:]
 
 

@@ -30,7 +30,7 @@ from adk_secure_sessions.keys.providers import KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-DATA, INDEX = "data", "index"
+DATA_MASTER, INDEX_MASTER = "data", "index"
 # The maximum number of rows of `secure_keyring`.  A rotation of master keys adds one row, and
 # `retire` deletes the rows that are not used any more.
 MAX_ROWS = 64
@@ -91,7 +91,7 @@ class MasterKeyRow(NamedTuple):
     """A row of `secure_keyring`."""
 
     id: int  # random
-    purpose: str  # `DATA` or `INDEX`
+    purpose: str  # `DATA_MASTER` or `INDEX_MASTER`
     root_key_id: str
     created_at: int  # microseconds since 1970, UTC
     wrapped: bytes  # the master key, wrapped by the provider of the root key
@@ -120,7 +120,7 @@ class Keyring(HoldsSecrets):
 
     database_id: bytes
     index_master: IndexMaster
-    masters: Mapping[int, Aes256Gcm]
+    data_masters: Mapping[int, Aes256Gcm]
     # The data master that wraps new data keys; None if all data masters are stored as plaintext,
     # and this process writes encrypted records.
     wrapping_master_id: int | None
@@ -134,7 +134,7 @@ class Keyring(HoldsSecrets):
     # again: `math.inf` if it was rejected, a finite time if its key service failed.
     unused: Mapping[MasterKeyRow, float] = field(default_factory=dict)
     # The digest of the key of each row that this process has unwrapped, by id, and of the index
-    # master by `INDEX`.  If such a row changes, it must still hold the same key.
+    # master by `INDEX_MASTER`.  If such a row changes, it must still hold the same key.
     digests: Mapping[int | str, bytes] = field(default_factory=dict)
     # The number of stored rows.  Above `MAX_ROWS`, only those that this process knew were loaded.
     row_count: int = 0
@@ -156,9 +156,9 @@ class Keyring(HoldsSecrets):
         times = (at for at in self.unused.values() if at < math.inf)
         self.retry_at = max(times, default=math.inf)
 
-    def master(self, key_id: int) -> Aes256Gcm:
+    def data_master(self, key_id: int) -> Aes256Gcm:
         """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
-        if (master := self.masters.get(key_id)) is not None:
+        if (master := self.data_masters.get(key_id)) is not None:
             return master
         if any(row.id == key_id and at < math.inf for row, at in self.unused.items()):
             raise UnknownKeyError(
@@ -265,10 +265,10 @@ async def open_keyring(
     """
     rows = list(rows)
     row_count = len(rows) if row_count is None else row_count
-    opening = _Opening(roots, database_id, known, is_service)
+    builder = _KeyringBuilder(roots, database_id, known, is_service)
     if row_count > MAX_ROWS:
-        rows = [row for row in rows if is_service and opening.is_known(row)]
-        if not any(row.purpose == DATA for row in rows):
+        rows = [row for row in rows if is_service and builder.is_known(row)]
+        if not any(row.purpose == DATA_MASTER for row in rows):
             check_row_count(row_count)
         if known is not None and known.row_count <= MAX_ROWS:
             logger.error(
@@ -276,28 +276,28 @@ async def open_keyring(
                 "only the master keys that it knows; delete the rows that you did not create",
                 MAX_ROWS,
             )
-    sound = opening.sound_rows(rows)
-    await in_groups(1, opening.unwrap, [row for row in sound if row.purpose == INDEX])
+    sound = builder.sound_rows(rows)
+    await in_groups(1, builder.unwrap, [row for row in sound if row.purpose == INDEX_MASTER])
     # A running service expects at most one new row.  It unwraps rows one after another, so that
     # rows that an attacker inserted cannot cause many simultaneous calls.
     number = _AT_ONCE if known is None else 1
-    await in_groups(number, opening.unwrap, [row for row in sound if row.purpose == DATA])
-    index_master, masters = opening.index_master, opening.masters
-    if not masters and opening.failure is not None:
-        raise opening.failure
+    await in_groups(number, builder.unwrap, [row for row in sound if row.purpose == DATA_MASTER])
+    index_master, masters = builder.index_master, builder.data_masters
+    if not masters and builder.failure is not None:
+        raise builder.failure
     if index_master is None or not masters:
         missing = "data" if index_master else "index"
         raise WrongKeyError(
             f"the keyring holds no {missing} master: rows of secure_keyring were removed; restore "
             "them from a backup made after the last rotation"
         )
-    stored = {INDEX, *(row.id for row in rows)}
+    stored = {INDEX_MASTER, *(row.id for row in rows)}
     # The newest data master under the writing backend's root key wraps new data keys.  If there is
     # none, the newest one under another root key does: a process does not create master keys only
     # because its writing backend has a new root key.
     usable = [
         (row.root_key_id == writer_root_key_id, row.created_at, row.id)
-        for row in opening.accepted.values()
+        for row in builder.accepted.values()
         if row.id in masters
         and (row.root_key_id == writer_root_key_id or row.root_key_id != PLAINTEXT_ROOT_KEY_ID)
     ]
@@ -307,22 +307,22 @@ async def open_keyring(
         masters,
         wrapping_master_id=max(usable)[2] if usable else None,
         usable_master_ids=frozenset(row_id for *_, row_id in usable),
-        rows=opening.accepted,
-        unused=opening.unused,
-        digests={name: digest for name, digest in opening.digests.items() if name in stored},
+        rows=builder.accepted,
+        unused=builder.unused,
+        digests={name: digest for name, digest in builder.digests.items() if name in stored},
         row_count=row_count,
     )
 
 
 @dataclass(eq=False, repr=False)
-class _Opening:
+class _KeyringBuilder:
     """One call of `open_keyring`: the rows that it has accepted so far, and those not used."""
 
     roots: Mapping[str, KeyProvider]
     database_id: bytes
     known: Keyring | None
     is_service: bool
-    masters: dict[int, Aes256Gcm] = field(default_factory=dict)
+    data_masters: dict[int, Aes256Gcm] = field(default_factory=dict)
     accepted: dict[int, MasterKeyRow] = field(default_factory=dict)
     unused: dict[MasterKeyRow, float] = field(default_factory=dict)
     failure: SecureSessionError | None = None  # why the first row is not used
@@ -353,7 +353,7 @@ class _Opening:
                 sound[row.id] = row
             else:
                 self._reject(row, _malformed(row, fault))
-        index_rows = [row for row in sound.values() if row.purpose == INDEX]
+        index_rows = [row for row in sound.values() if row.purpose == INDEX_MASTER]
         for row in index_rows:
             others = ", ".join(str(other.id) for other in index_rows if other is not row)
             if others and (self.known is None or row.id not in self.known.rows):
@@ -369,8 +369,8 @@ class _Opening:
     async def unwrap(self, row: MasterKeyRow) -> None:
         """Unwrap and accept *row*.  Do not use it if it is not valid, or its key service fails."""
         if self.known is not None and self.is_known(row):
-            if row.purpose == DATA:
-                self.masters[row.id] = self.known.masters[row.id]
+            if row.purpose == DATA_MASTER:
+                self.data_masters[row.id] = self.known.data_masters[row.id]
             self.accepted[row.id] = row
             return
         now = time.monotonic()
@@ -385,7 +385,7 @@ class _Opening:
             return
         try:
             key = await unwrap_master_key(row, self.roots, self.database_id)
-            name = INDEX if row.purpose == INDEX else row.id
+            name = INDEX_MASTER if row.purpose == INDEX_MASTER else row.id
             if self.digests.setdefault(name, key.digest()) != key.digest():
                 fault = "it holds another key than the one that this service has read"
                 raise _malformed(row, fault)
@@ -403,8 +403,8 @@ class _Opening:
                     "a row of secure_keyring is not used until it can be unwrapped: %s", error
                 )
         else:
-            if row.purpose == DATA:
-                self.masters[row.id] = key.cipher()
+            if row.purpose == DATA_MASTER:
+                self.data_masters[row.id] = key.cipher()
             elif self.index_master is None:
                 self.index_master = key.index_master()
             self.accepted[row.id] = row
@@ -427,8 +427,8 @@ def _fault(row: MasterKeyRow) -> str | None:
     row_id, purpose, root_key_id, created_at, wrapped = cast("tuple[object, ...]", row)
     if type(row_id) is not int or row_id not in _INTEGERS:
         return "its id is not an integer of 63 bits"
-    if not isinstance(purpose, str) or purpose not in (INDEX, DATA):
-        return f"its purpose is neither {INDEX!r} nor {DATA!r}"
+    if not isinstance(purpose, str) or purpose not in (INDEX_MASTER, DATA_MASTER):
+        return f"its purpose is neither {INDEX_MASTER!r} nor {DATA_MASTER!r}"
     if not isinstance(root_key_id, str) or not 0 < len(root_key_id) <= KEY_ID_LENGTH:
         return f"its root_key_id is not a text of 1 to {KEY_ID_LENGTH} characters"
     if type(created_at) is not int or created_at not in _INTEGERS:

@@ -201,7 +201,7 @@ class VaultKey(RemoteKey):
         if self._login is None:
             assert self._token is not None
             return self._token
-        async with self._logging_in.hold("login"):
+        async with self._logging_in.lock("login"):
             # While this task waited for the lock, another task may have logged in.
             if self._token is None or self._token == instead_of:
                 self._token = await self._log_in(client, self._login)

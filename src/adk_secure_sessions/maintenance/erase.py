@@ -156,7 +156,7 @@ async def erase_user(
     if not dry_run:
         empty_caches()
         obstacle = await clear_deleted_bytes(
-            executors.key_tables, data_keys, db.limits.lock_wait, rewrites_table=rewrite
+            executors.keys, data_keys, db.limits.lock_wait, rewrites_table=rewrite
         )
     return Erasure(
         data_keys=deleted[data_keys.name],

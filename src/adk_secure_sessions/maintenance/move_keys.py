@@ -153,7 +153,7 @@ class _Move:
         self._run_id = secrets.token_hex(16)
         runner = db.runner
         data = _Side("db", runner.executors.data, runner.read, runner.run_on_data)
-        keys = _Side("key-db", runner.executors.key_tables, runner.read_keys, runner.run_on_keys)
+        keys = _Side("key-db", runner.executors.keys, runner.read_keys, runner.run_on_keys)
         self._to_key_db = to == "key-db"
         self._source, self._target = (data, keys) if self._to_key_db else (keys, data)
 
@@ -189,7 +189,7 @@ class _Move:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_each()
         executors, backends = self._db.runner.executors, self._db.runner.backends
-        await retried(lambda: executors.key_tables.run_sync(_reject_in_memory, commit=False))
+        await retried(lambda: executors.keys.run_sync(_reject_in_memory, commit=False))
         # If another run has ended since the first survey, the key database seems to be a wrong one.
         latest_data = await retried(lambda: survey_database(executors.data))
         if latest_data.table_set is not data.table_set:

@@ -15,7 +15,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
-from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow
+from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
 from adk_secure_sessions.maintenance.database import Database, reject_wrapper, run_deletion
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
@@ -386,7 +386,7 @@ def _retire_masters(
     stored_rows = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
     stored = {MasterKeyRow(*row) for row in stored_rows}
     # Another run of `retire` may have deleted some.
-    rows = [row for row in known.values() if row.purpose == DATA and row in stored]
+    rows = [row for row in known.values() if row.purpose == DATA_MASTER and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     if wrapped is None or not stored <= set(known.values()):
         return _KeyDecision([KeptKey(keyring_table.name, row.id, ()) for row in older], [])

@@ -15,7 +15,7 @@ from adk_secure_sessions.keys.data_keys import (
     wrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import (
-    DATA,
+    DATA_MASTER,
     MAX_ROWS,
     Keyring,
     MasterKeyRow,
@@ -146,7 +146,7 @@ class _MasterRotationRun(RotationRun):
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
             now = max([self.result.since, *(after_creation(keyring_table, row) for row in masters)])
-            created, _ = await new_master(DATA, root, database_id, now)
+            created, _ = await new_master(DATA_MASTER, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(created, {root.key_id: root}, database_id)
             await self._db.runner.run_on_keys(

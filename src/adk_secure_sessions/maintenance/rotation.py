@@ -21,7 +21,7 @@ from adk_secure_sessions.errors import Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
+from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems
@@ -211,7 +211,7 @@ async def later_than_all_keys(db: Database) -> int:
 
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
-    rows = [row for row in survey.keyring if row.purpose == DATA]
+    rows = [row for row in survey.keyring if row.purpose == DATA_MASTER]
     roots, database_id = db.runner.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
     return rows

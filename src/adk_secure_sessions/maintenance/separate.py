@@ -17,7 +17,7 @@ from adk_secure_sessions.audit import audited_command, running_command
 from adk_secure_sessions.concurrency import at_once
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
-    DATA,
+    DATA_MASTER,
     Keyring,
     MasterKeyRow,
     SeparationState,
@@ -100,7 +100,7 @@ async def separate(
     # If no old data master is left, begin a new separation: an attacker may have replayed the
     # stored state of an ended separation, so that this copy seems to be separated already.
     resumed = keyring.separation is not None and bool(
-        keyring.separation.master_ids & keyring.masters.keys()
+        keyring.separation.master_ids & keyring.data_masters.keys()
     )
     if not resumed:
         await _begin(db)
@@ -117,7 +117,7 @@ async def separate(
     if are_replaced:
         retirement = await retire(db, **options)
         result.data_keys, result.master_ids = retirement.data_keys, retirement.master_ids
-    remaining = (await db.reread_keyring()).masters.keys() & separation.master_ids
+    remaining = (await db.reread_keyring()).data_masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     ((old,),) = await db.runner.read_keys(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
@@ -137,7 +137,8 @@ async def _replace_keys(
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
     stored = (await db.survey()).meta_rows
     is_due = (
-        f"{meta.ROTATION}master" in stored or not keyring.masters.keys() - separation.master_ids
+        f"{meta.ROTATION}master" in stored
+        or not keyring.data_masters.keys() - separation.master_ids
     )
     if is_due and not (await rotate_master(db, **options)).succeeded:
         return False
@@ -159,7 +160,7 @@ async def _begin(db: Database) -> None:
     check_features(survey, keyring)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
     old_id, new_id = keyring.database_id, secrets.token_bytes(16)
-    master_ids = frozenset(row.id for row in survey.keyring if row.purpose == DATA)
+    master_ids = frozenset(row.id for row in survey.keyring if row.purpose == DATA_MASTER)
     if len(master_ids) > _MAX_MASTERS:
         raise ConfigurationError(
             f"the keyring has {len(master_ids)} data masters, and at most {_MAX_MASTERS} can be "

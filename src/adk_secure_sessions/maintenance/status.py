@@ -11,7 +11,7 @@ from adk_secure_sessions.audit import unstored_command
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.blind_index import IndexMaster
-from adk_secure_sessions.keys.keyring import DATA, MasterKeyRow, unwrap_master_key
+from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import (
     DataKeyCount,
     RecordCount,
@@ -265,7 +265,9 @@ def _with_progress(
     if run.since is None or run.is_authentic is False:
         return run
     if run.name == "master":
-        new = {row.id for row in masters if row.purpose == DATA and row.created_at >= run.since}
+        new = {
+            one.id for one in masters if one.purpose == DATA_MASTER and one.created_at >= run.since
+        }
         replaced = sum(count.keys for count in keys if count.master_id in new)
         total = sum(count.keys for count in keys)
     else:

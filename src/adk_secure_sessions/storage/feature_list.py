@@ -174,7 +174,7 @@ class Feature:
         keyring = await self._runner.keyring()
         if self._ensured is keyring:
             return
-        async with self._locks.hold("feature"):
+        async with self._locks.lock("feature"):
             if self._ensured is keyring:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):

@@ -17,8 +17,8 @@ from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.keyring import (
-    DATA,
-    INDEX,
+    DATA_MASTER,
+    INDEX_MASTER,
     Keyring,
     MasterKeyRow,
     check_row_count,
@@ -65,9 +65,9 @@ async def open_database(
         data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
         database_id = key_survey.database_id or secrets.token_bytes(16)
         now = time_now()
-        missing = [INDEX, DATA]
+        missing = [INDEX_MASTER, DATA_MASTER]
         if keyring is not None:
-            missing = [DATA] if keyring.wrapping_master_id is None else []
+            missing = [DATA_MASTER] if keyring.wrapping_master_id is None else []
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
         if keyring is None or missing or not meta_rows.keys() <= key_survey.meta_rows.keys():
@@ -78,7 +78,7 @@ async def open_database(
                 features = features_with_mac(index_master.index_master(), database_id)
                 created = {**meta_rows, meta.FEATURES: features}
             new = [row for row, _ in fresh]
-            if await _create_missing(executors.key_tables, table_set, key_survey, created, new):
+            if await _create_missing(executors.keys, table_set, key_survey, created, new):
                 for row in new:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)

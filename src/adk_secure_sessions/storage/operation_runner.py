@@ -532,7 +532,7 @@ class OperationRunner:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         owners = [identity.app_tag, identity.user_tag]
-                        rows = await read_data_keys(self.executors.key_tables.read, owners)
+                        rows = await read_data_keys(self.executors.keys.read, owners)
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
                 except CacheMiss:
@@ -590,7 +590,7 @@ class OperationRunner:
 
     async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query on the key tables; repeat the query if the connection is lost."""
-        return await retried(lambda: self.executors.key_tables.read(query, parameters))
+        return await retried(lambda: self.executors.keys.read(query, parameters))
 
     async def run_on_data(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction on the data database, and in a new one after a conflict."""
@@ -599,7 +599,7 @@ class OperationRunner:
 
     async def run_on_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* as `run_on_data` does, on the database that has the key tables."""
-        run = self.executors.key_tables.run_sync
+        run = self.executors.keys.run_sync
         return await retried(lambda: run(work, commit=commit), writes=True)
 
     async def read_data_keys(self, owners: Iterable[object]) -> sql.QueryRows:
@@ -635,7 +635,7 @@ class OperationRunner:
         After an error, calls within the next *keyring_pause* seconds raise the same error.  An
         operation passes the cache that it began with, which it continues to use after `close`.
         """
-        async with self._locks.hold("keyring"):
+        async with self._locks.lock("keyring"):
             if database_keys.keyring is not old:
                 return
             if self._keyring_error is not None and time.monotonic() < self._keyring_retry_at:
@@ -680,7 +680,7 @@ class OperationRunner:
             opened.timers[loop] = ref(call_later(seconds, self.empty_caches, opened.expires))
 
     async def _open(self) -> _OpenState:
-        async with self._locks.hold("open"):
+        async with self._locks.lock("open"):
             if self._opened is None:
                 try:
                     keyring = await retried(lambda: self._open_keyring(None))
@@ -716,7 +716,7 @@ class OperationRunner:
         row = keys.new(need.owner_tag, need.not_before)
         transaction = partial(apply_changes, key_insertion(keys, row))
         record = partial(_record_data_key, keyring, row)
-        await self.executors.key_tables.write(transaction, record)
+        await self.executors.keys.write(transaction, record)
         return row
 
 

@@ -291,7 +291,7 @@ async def survey_databases(
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
         data = await survey_database(executors.data)
-        key_survey = await survey_database(executors.key_tables, is_key_database=True, known=known)
+        key_survey = await survey_database(executors.keys, is_key_database=True, known=known)
     else:
         data = key_survey = await survey_database(executors.data, known=known)
     ids_differ = data.meta_rows.get(meta.DATABASE_ID) != key_survey.meta_rows.get(meta.DATABASE_ID)
