@@ -451,7 +451,7 @@ def _fork_while_values_are_added_up(say: Say) -> None:
             operation = telemetry.Operation("append")
             operation.values += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
             signal.alarm(10)  # ends a child that waits for ever
-            operation.limit()
+            operation.compact()
             os._exit(0)
     say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 

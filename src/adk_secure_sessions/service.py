@@ -68,7 +68,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 
-_ALL = 2**40  # no app has as many sessions
+_NO_LIMIT = 2**40  # no app has as many sessions
 _NO_SESSION = SessionVersion(-1, -1)
 
 STALE = (
@@ -174,7 +174,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._expiry = Expiry(runner, create_index=create_tables)
         self._index = SearchIndex(runner, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(runner)
-        self._skips_bad = skip_unreadable_sessions
+        self._skips_unreadable = skip_unreadable_sessions
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
@@ -419,8 +419,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         user_or_empty = "" if user_id is None else user_id
         check_ids(app_name, user_or_empty)
         identity = await self._runner.identify(app_name, user_or_empty)
-        listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skips_bad)
-        return self._by_update(app_name, await self._runner.run(listing))
+        listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skips_unreadable)
+        return self._list_response(app_name, await self._runner.run(listing))
 
     @audited_access("sessions.list")
     async def list_sessions_page(
@@ -457,10 +457,10 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above.
         """
         options = page_options(
-            limit, after, order, with_snapshots=include_state, skip=self._skips_bad
+            limit, after, order, with_snapshots=include_state, skip=self._skips_unreadable
         )
         page = await self._list(app_name, user_id, options)
-        listed = self._sessions(app_name, page.items, include_state=include_state)
+        listed = self._to_sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
 
     @audited_access("sessions.find")
@@ -503,9 +503,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 time is impossible.
         """
         updated = period(updated_after, updated_before)
-        options = reads.PageOptions(_ALL, updated=updated, skip=self._skips_bad)
+        options = reads.PageOptions(_NO_LIMIT, updated=updated, skip=self._skips_unreadable)
         page = await self._find(app_name, key, value, options)
-        return self._by_update(app_name, page.items)
+        return self._list_response(app_name, page.items)
 
     @audited_access("sessions.find")
     async def find_sessions_page(
@@ -536,9 +536,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
         updated = period(updated_after, updated_before)
-        options = page_options(limit, after, order, updated=updated, skip=self._skips_bad)
+        options = page_options(limit, after, order, updated=updated, skip=self._skips_unreadable)
         page = await self._find(app_name, key, value, options)
-        return SessionPage(self._sessions(app_name, page.items), position_text(page.next))
+        return SessionPage(self._to_sessions(app_name, page.items), position_text(page.next))
 
     async def _find(
         self, app_name: str, key: str | None, value: object, options: reads.PageOptions
@@ -562,13 +562,13 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._runner.identify(app_name, user_or_empty)
         return await self._runner.run(reads.ListPage(identity, options, of_app=user_id is None))
 
-    def _by_update(self, app_name: str, views: list[SessionView]) -> ListSessionsResponse:
+    def _list_response(self, app_name: str, views: list[SessionView]) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.row.updated_at, view.user_id, view.session.session_id)
         )
-        return ListSessionsResponse(sessions=self._sessions(app_name, views))
+        return ListSessionsResponse(sessions=self._to_sessions(app_name, views))
 
-    def _sessions(
+    def _to_sessions(
         self, app_name: str, views: list[SessionView], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
@@ -576,7 +576,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             try:
                 listed.append(_session(app_name, view, include_state=include_state))
             except DecryptionError as error:
-                if not self._skips_bad:
+                if not self._skips_unreadable:
                     raise
                 record_rejected(error)
                 logger.error("left out of a listing: %s", error)
@@ -843,7 +843,7 @@ def _parse_marker(marker: str) -> SessionVersion:
         return _NO_SESSION
 
 
-def _state(view: SessionView) -> dict[str, Any]:
+def _merged_state(view: SessionView) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.row.id
     try:
@@ -873,7 +873,7 @@ def _session(
         id=stored.session_id,
         app_name=app_name,
         user_id=view.user_id,
-        state=_state(view) if include_state else {},
+        state=_merged_state(view) if include_state else {},
         events=[],
         last_update_time=stored.row.updated_at / 1_000_000,
     )

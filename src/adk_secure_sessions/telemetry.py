@@ -198,7 +198,7 @@ class Operation:
         self.values: list[Value] = []
         self._sums: _Sums = {}  # of values no longer in the list
 
-    def limit(self) -> None:
+    def compact(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
         if len(self.values) > _MAX_VALUES:
             with _sums_lock.lock:

@@ -37,11 +37,11 @@ def survey(
     meta: dict[str, str] | None = None,
     *,
     missing: frozenset[str] = frozenset(),
-    alien: tuple[str, ...] = (),
+    conflicting: tuple[str, ...] = (),
     used: bool = False,
     keyring: list[MasterKeyRow] | None = None,
 ) -> Survey:
-    return Survey(missing, alien, False, used, meta or {}, keyring or [])
+    return Survey(missing, conflicting, False, used, meta or {}, keyring or [])
 
 
 NEW = survey(missing=ALL)
@@ -71,12 +71,12 @@ class Rejected(NamedTuple):
 
 REJECTED = {
     "tables of another program": Rejected(
-        survey(alien=("secure_users",)), "secure_users was not created by adk-secure-sessions"
+        survey(conflicting=("secure_users",)), "secure_users was not created by adk-secure-sessions"
     ),
     "another format": Rejected(survey(MARKS | {"format": "3"}), "format '3'"),
     "another format without an id": Rejected(survey({"format": "3"}), "format '3'"),
     "another format, with other columns": Rejected(
-        survey({"format": "1"}, alien=("secure_sessions",)), "format '1'"
+        survey({"format": "1"}, conflicting=("secure_sessions",)), "format '1'"
     ),
     "a feature of a later release": Rejected(
         survey(MARKS | {"features": "later " + "00" * 16}), "uses 'later', which this release"
@@ -202,7 +202,7 @@ def executors(database: InMemory) -> Executors:
 def test_survey_takes_a_column_more_for_no_other_table(database: InMemory) -> None:
     schema.metadata.create_all(database.engine)
     database.run_sql("ALTER TABLE secure_users ADD COLUMN theirs TEXT")
-    assert database.survey().alien_tables == ()
+    assert database.survey().conflicting_tables == ()
 
 
 def test_survey_takes_a_locked_table_for_no_other_table(database: InMemory) -> None:
@@ -219,7 +219,7 @@ def test_survey_takes_a_locked_table_for_no_other_table(database: InMemory) -> N
             raise sa.exc.OperationalError(statement, None, locked)
 
     survey = database.survey()
-    assert (survey.alien_tables, survey.format_version) == ((), "2")
+    assert (survey.conflicting_tables, survey.format_version) == ((), "2")
 
 
 USED = ["secure_apps", "secure_users", "secure_sessions", "secure_data_keys", "secure_events"]
@@ -283,7 +283,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
 
     with engine.connect() as connection:
         found = take_survey(connection)
-    assert (found.meta_rows, found.keyring) == (MARKS, [MASTER])
+    assert (found.meta_rows, found.master_rows) == (MARKS, [MASTER])
 
 
 # --- making --------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ async def test_database_that_never_stops_changing_is_given_up(database: InMemory
     database.before = toggle
     with pytest.raises(SecureSessionError, match="kept changing"):
         await open_database(executors(database), backends(), create_tables=True)
-    assert database.survey().keyring == []
+    assert database.survey().master_rows == []
 
 
 async def test_process_that_is_second_replaces_nothing_that_the_first_has_stored(
@@ -316,7 +316,7 @@ async def test_process_that_is_second_replaces_nothing_that_the_first_has_stored
     database.before = be_first
     with pytest.raises(sa.exc.IntegrityError):
         await open_database(executors(database), backends(), create_tables=True)
-    assert len(database.survey().keyring) == 2
+    assert len(database.survey().master_rows) == 2
 
 
 # --- plaintext -----------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class AsyncEngineExecutor:
         self._tasks: set[asyncio.Task[Any]] = set()
         # The driver's connection of each task, except of tasks that still wait for a connection.
         # The value is None if the task is about to return its connection to the pool.
-        self._driver_of: dict[asyncio.Task[Any], Any] = {}
+        self._connections: dict[asyncio.Task[Any], Any] = {}
         # The tasks whose query we have asked a server to end.
         self._interrupted: set[asyncio.Task[Any]] = set()
         # The tasks that ask a server to end a query.
@@ -108,7 +108,7 @@ class AsyncEngineExecutor:
             with self._dialect.decoding(connection, any_text):
                 if commit:
                     return work(connection)
-                return self._in_time(lambda: work(connection))
+                return self._with_time_limit(lambda: work(connection))
 
         return await self._shielded(
             partial(self._translating, run, commit=commit), interruptible=not commit
@@ -129,7 +129,7 @@ class AsyncEngineExecutor:
                 if self._dialect.is_server:
                     connection.rollback()
             if in_one_transaction:
-                self._dialect.see_what_is_committed(connection)
+                self._dialect.set_read_committed(connection)
             change = partial(self._change, connection)
             return run_steps(
                 transaction(),
@@ -145,7 +145,7 @@ class AsyncEngineExecutor:
             return await self._run(work, commit=commit)
         except Exception as error:
             translated_error = translated(error)
-            if translated_error is error and asyncio.current_task() not in self._driver_of:
+            if translated_error is error and asyncio.current_task() not in self._connections:
                 translated_error = rejected_option(error)
             if translated_error is error:
                 raise
@@ -204,7 +204,7 @@ class AsyncEngineExecutor:
         task.add_done_callback(self._forget)
 
         def on_cancel() -> None:
-            if task not in self._driver_of:
+            if task not in self._connections:
                 task.cancel()
             elif interruptible:
                 self._interrupt(task)
@@ -213,17 +213,17 @@ class AsyncEngineExecutor:
 
     def _change(self, connection: sa.Connection, change: Change) -> int:
         """Return how many rows *change* matched."""
-        self._dialect.check_sizes(connection, change.rows or [change.parameters])
+        self._dialect.check_packet_size(connection, change.rows or [change.parameters])
         values = change.rows or change.parameters
-        execute = partial(connection.execute, execution_options=_COUNT_ROWS)
-        return self._in_time(lambda: execute(change.statement, values).rowcount, writes=True)
+        run = partial(connection.execute, execution_options=_COUNT_ROWS)
+        return self._with_time_limit(lambda: run(change.statement, values).rowcount, writes=True)
 
     def _fetch(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        return self._in_time(lambda: self._dialect.fetch(connection, query, parameters))
+        return self._with_time_limit(lambda: self._dialect.fetch(connection, query, parameters))
 
-    def _in_time(self, work: Callable[[], T], *, writes: bool = False) -> T:
+    def _with_time_limit(self, work: Callable[[], T], *, writes: bool = False) -> T:
         """Run *work*; if it takes too long, interrupt it and raise DatabaseError."""
         task = asyncio.current_task()
         seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
@@ -253,7 +253,7 @@ class AsyncEngineExecutor:
 
         A time limit that the server is told would also apply to other clients behind a pooler.
         """
-        driver = self._driver_of[task]
+        driver = self._connections[task]
         if driver is None:
             return
         if not self._dialect.is_server:
@@ -287,14 +287,14 @@ class AsyncEngineExecutor:
     def _mark_begun(self, driver: Any) -> None:
         if (task := asyncio.current_task()) in self._tasks:
             assert task is not None
-            self._driver_of[task] = driver
+            self._connections[task] = driver
 
     def _mark_ended(self) -> bool:
         """Prevent later interrupts of the current task; return whether one may be under way."""
         task = asyncio.current_task()
-        if task not in self._driver_of:
+        if task not in self._connections:
             return False
-        self._driver_of[task] = None
+        self._connections[task] = None
         return task in self._interrupted
 
     def enter(self) -> bool:
@@ -328,7 +328,12 @@ class AsyncEngineExecutor:
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._calls = 0
-        for of_another_loop in self._tasks, self._driver_of, self._interrupted, self._interrupting:
+        for of_another_loop in (
+            self._tasks,
+            self._connections,
+            self._interrupted,
+            self._interrupting,
+        ):
             of_another_loop.clear()  # `close` would wait forever for tasks of a parent process
         if self._loop is None or not keeps:
             return
@@ -345,7 +350,7 @@ class AsyncEngineExecutor:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.leave()
         self._tasks.discard(task)
-        self._driver_of.pop(task, None)
+        self._connections.pop(task, None)
         self._interrupted.discard(task)
 
     async def _end_of_loop(self) -> None:

@@ -92,7 +92,7 @@ class Dialect:
         text = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
         connection.exec_driver_sql(text).close()
 
-    def see_what_is_committed(self, connection: sa.Connection) -> None:
+    def set_read_committed(self, connection: sa.Connection) -> None:
         """Let each statement of the new transaction see what was committed when it began."""
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED").close()
 
@@ -119,7 +119,7 @@ class Dialect:
         """
         return False
 
-    def run_triggers_at_once(self, connection: sa.Connection) -> None:
+    def set_constraints_immediate(self, connection: sa.Connection) -> None:
         """Let no trigger of PostgreSQL undo a change at the commit, after the last check."""
 
     # --- statements and values ---
@@ -135,13 +135,13 @@ class Dialect:
         """On SQLite, let *decode* convert the texts that queries of the block return."""
         return nullcontext()
 
-    def check_sizes(self, connection: sa.Connection, rows: ParameterSets) -> None:
+    def check_packet_size(self, connection: sa.Connection, rows: ParameterSets) -> None:
         """Raise ConfigurationError if the server would not accept the largest value of *rows*."""
 
     def reject_long_values(self, connection: sa.Connection) -> None:
         """Make the server reject values that are too long for a column, instead of cutting them."""
 
-    def use_transactions(self, table: sa.Table) -> None:
+    def set_storage_engine(self, table: sa.Table) -> None:
         """Choose a storage engine with transactions for *table*, which is about to be created."""
 
     def kill_statement(self, driver: Any) -> str | None:
@@ -153,7 +153,7 @@ class Dialect:
     def overwrite_deleted(self, connection: sa.Connection) -> None:
         """On SQLite, make *connection* overwrite the bytes of the rows that it deletes."""
 
-    def empty_log(self, connection: sa.Connection, lock_wait: int) -> str:
+    def truncate_wal(self, connection: sa.Connection, lock_wait: int) -> str:
         """Empty the write-ahead log of a SQLite file; return the reason if that is not possible."""
         return "the table of the data keys was not rewritten"
 
@@ -177,7 +177,7 @@ class _Sqlite(Dialect):
     def begin_snapshot(self, connection: sa.Connection) -> None:
         _begin(connection, "BEGIN")
 
-    def see_what_is_committed(self, connection: sa.Connection) -> None:
+    def set_read_committed(self, connection: sa.Connection) -> None:
         pass  # one transaction writes at a time
 
     def fetch(
@@ -201,7 +201,7 @@ class _Sqlite(Dialect):
     def overwrite_deleted(self, connection: sa.Connection) -> None:
         connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
 
-    def empty_log(self, connection: sa.Connection, lock_wait: int) -> str:
+    def truncate_wal(self, connection: sa.Connection, lock_wait: int) -> str:
         with _setting(connection, *_BUSY_TIMEOUT, lock_wait * 1000):
             busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
         return IN_USE if busy else ""
@@ -209,7 +209,7 @@ class _Sqlite(Dialect):
     def rewrite(self, connection: sa.Connection, table: sa.Table, lock_wait: int) -> str:
         with _setting(connection, *_BUSY_TIMEOUT, lock_wait * 1000):
             connection.exec_driver_sql("VACUUM")
-        return self.empty_log(connection, lock_wait)
+        return self.truncate_wal(connection, lock_wait)
 
 
 def _begin(connection: sa.Connection, statement: str) -> None:
@@ -225,7 +225,7 @@ class _PostgreSql(Dialect):
     def exclusively(self, connection: sa.Connection) -> Iterator[None]:
         # The lock lasts until the caller commits.  At a higher isolation level, the transaction
         # would not see what the previous holder of the lock has created.
-        self.see_what_is_committed(connection)
+        self.set_read_committed(connection)
         try:
             with connection.begin_nested():  # an error must not abort the whole transaction
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
@@ -240,7 +240,7 @@ class _PostgreSql(Dialect):
         names = ", ".join(table.name for table in tables)
         connection.exec_driver_sql(f"LOCK TABLE {names} IN SHARE ROW EXCLUSIVE MODE").close()
 
-    def run_triggers_at_once(self, connection: sa.Connection) -> None:
+    def set_constraints_immediate(self, connection: sa.Connection) -> None:
         # Derivatives without deferred triggers reject the second statement.
         found = "SELECT 1 FROM pg_catalog.pg_trigger WHERE tgdeferrable LIMIT 1"
         if connection.exec_driver_sql(found).first() is not None:
@@ -293,7 +293,7 @@ class _MySql(Dialect):
     def locks_per_node(self, connection: sa.Connection) -> bool:
         return connection.exec_driver_sql(_LOCKS_PER_NODE).first() is not None
 
-    def check_sizes(self, connection: sa.Connection, rows: ParameterSets) -> None:
+    def check_packet_size(self, connection: sa.Connection, rows: ParameterSets) -> None:
         # If a packet is too large, the server closes the connection and does not say why.
         values = (value for row in rows for value in row.values())
         size = max((len(value) for value in values if isinstance(value, bytes)), default=0)
@@ -312,7 +312,7 @@ class _MySql(Dialect):
         text = "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')"
         connection.exec_driver_sql(text).close()
 
-    def use_transactions(self, table: sa.Table) -> None:
+    def set_storage_engine(self, table: sa.Table) -> None:
         # If this option were in the definition of the table, SQLAlchemy would import its dialects
         # of MySQL each time the tables are imported.
         table.kwargs["mysql_engine"] = table.kwargs["mariadb_engine"] = "InnoDB"

@@ -72,8 +72,8 @@ _abandoned: list[PoolProxiedConnection] = []
 class AsyncpgExecutor(AsyncEngineExecutor):
     """Runs transactions with asyncpg on connections from SQLAlchemy's pool.
 
-    If this package created the engine, the executor keeps up to *keep* connections checked out of
-    the pool between operations, and waits up to *timeout* seconds for a free one.  If each
+    If this package created the engine, the executor keeps up to *max_idle* connections checked out
+    of the pool between operations, and waits up to *timeout* seconds for a free one.  If each
     operation checked out a connection and returned it, an append would take 1.31 times the CPU time
     and 1.17 times the elapsed time, and a read of 20 events 1.20 and 1.16 times.  The cost is that
     of two greenlets, the pool's bookkeeping and its events.  Without the greenlets, the operations
@@ -81,7 +81,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
     PostgreSQL 18 on the same machine.)
 
     An application's own engine may have any kind of pool, so its connections are returned to the
-    pool after each operation; *keep* is then 0.
+    pool after each operation; *max_idle* is then 0.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         *,
         owns_engine: bool,
         read_timeout: float | None = None,
-        keep: int = 0,
+        max_idle: int = 0,
         timeout: float = 0,
     ) -> None:
         super().__init__(engine, owns_engine=owns_engine, read_timeout=read_timeout)
         self._pooler = _Pooler()
         if owns_engine:
             sa.event.listen(engine.sync_engine, "do_connect", self._pooler.set_options)
-        self._keep = keep
+        self._max_idle = max_idle
         self._timeout = timeout
         self._idle: list[PoolProxiedConnection] = []  # checked out of the pool, but not in use
         self._slots = self._new_slots()
@@ -119,7 +119,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         taken = 0
         async with self._locks.lock("close"):  # two calls with some slots each would wait for ever
             try:
-                while taken < self._keep:
+                while taken < self._max_idle:
                     await self._slots.acquire()
                     taken += 1
             finally:  # also if the caller was cancelled
@@ -223,7 +223,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         try:
             if not usable or pooled.info[_DISPOSALS] != self._disposals:
                 self._discard(pooled)
-            elif self._keep:
+            elif self._max_idle:
                 self._idle.append(pooled)
             else:
                 await greenlet_spawn(pooled.close)
@@ -241,7 +241,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
         SQLAlchemy's pool cannot limit kept connections: it counts them as in use.
         """
-        return asyncio.Semaphore(self._keep or sys.maxsize)
+        return asyncio.Semaphore(self._max_idle or sys.maxsize)
 
     async def _take_slot(self) -> None:
         if not self._slots.locked():
@@ -329,9 +329,9 @@ class _StatementRunner:
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         text, names = read_sql(query)
-        return await self._in_time(text, [parameters[name] for name in names])
+        return await self._with_time_limit(text, [parameters[name] for name in names])
 
-    async def _in_time(
+    async def _with_time_limit(
         self, text: str, values: list[object], *, writes: bool = False
     ) -> Sequence[Row]:
         seconds = write_timeout(self._timeout) if writes else self._timeout
@@ -367,7 +367,7 @@ class _StatementRunner:
                         frozenset(i for i, change in enumerate(changes) if change.rows),
                     )
                     values = [_value(changes[index], name) for index, name in sources]
-                    answer = bool((await self._in_time(text, values, writes=True))[0][0])
+                    answer = bool((await self._with_time_limit(text, values, writes=True))[0][0])
                 step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value

@@ -229,7 +229,7 @@ class SqliteExecutor:
         def run(thread: WorkerThread, connection: sa.Connection) -> T:
             return work(connection) if commit else thread.with_time_limit(work, connection)
 
-        return await self._submit(run, reads=not commit, on_engine=True)
+        return await self._submit(run, reads=not commit, needs_sqlalchemy=True)
 
     async def close(self) -> None:
         with _lock.lock:
@@ -249,10 +249,10 @@ class SqliteExecutor:
         on_commit: Callable[[], None] | None = None,
         *,
         reads: bool = False,
-        on_engine: bool = False,
+        needs_sqlalchemy: bool = False,
     ) -> T:
-        job, threads = Job(work, on_engine, reads), self._threads
-        if not reads and threads and threads[0].had_several and os.getpid() == self._pid:
+        job, threads = Job(work, needs_sqlalchemy, reads), self._threads
+        if not reads and threads and threads[0].last_batch_was_group and os.getpid() == self._pid:
             # In the next iteration of the event loop, after the other tasks of this one have added
             # their jobs, too.  The writer would begin with the first of them, because serializing
             # an event releases the GIL: for 50 tasks, it would make twice as many commits.
@@ -276,7 +276,7 @@ class SqliteExecutor:
                     )
                 self._forget_parent()
             threads = self._threads or self._start()
-            readers = job.reads and not job.on_engine and len(threads) > 1
+            readers = job.reads and not job.needs_sqlalchemy and len(threads) > 1
             # If several threads are idle, `min` returns the first one.  So the first thread is used
             # most, and its cache of pages is the most useful cache.
             thread = min(threads[1:], key=attrgetter("waiting")) if readers else threads[0]
@@ -422,7 +422,7 @@ class Job:
     """
 
     work: "Callable[[WorkerThread, Any], Any]"
-    on_engine: bool  # `work` takes a SQLAlchemy connection
+    needs_sqlalchemy: bool  # `work` takes a SQLAlchemy connection
     reads: bool  # `work` writes nothing, so that it can be interrupted
     is_abandoned: bool = False  # the caller of a read was cancelled
     value: Any = None
@@ -499,9 +499,9 @@ class WorkerThread:
         self.queue: SimpleQueue[Job | None] = SimpleQueue()  # None ends the thread
         # At most one item, which `_next_batch` has removed from the queue: a job that needs its own
         # transaction, or None.  The next call of `_next_batch` begins with this item.
-        self._next: list[Job | None] = []
+        self._held_back: list[Job | None] = []
         self._busy = False
-        self.had_several: bool = False  # whether the last transaction had several jobs
+        self.last_batch_was_group: bool = False  # whether the last transaction had several jobs
         self.interrupts_reads: bool = False  # set by another thread, to end this thread's read
         self._job: Job | None = None  # the running job
         self._is_limited = False  # whether a statement runs that may be interrupted, unlike BEGIN
@@ -525,19 +525,19 @@ class WorkerThread:
         """Wait for jobs and return those to run in one transaction; none if the thread must end."""
         limit = _BATCH if self._writes else 1
         self._busy = False
-        job = self._next.pop() if self._next else self.queue.get()
+        job = self._held_back.pop() if self._held_back else self.queue.get()
         self._busy = True
         batch: list[Job] = []
-        while job is not None and not (batch and job.on_engine):
+        while job is not None and not (batch and job.needs_sqlalchemy):
             batch.append(job)
-            if job.on_engine or len(batch) == limit:
+            if job.needs_sqlalchemy or len(batch) == limit:
                 return batch
             try:
                 job = self.queue.get_nowait()
             except Empty:
                 return batch
         if batch:
-            self._next.append(job)
+            self._held_back.append(job)
         return batch
 
     def _serve(self) -> None:
@@ -545,8 +545,8 @@ class WorkerThread:
         while batch := self._next_batch():
             batch = [job for job in batch if job.claim()]
             try:
-                self.had_several = len(batch) > 1
-                if batch and batch[0].on_engine:
+                self.last_batch_was_group = len(batch) > 1
+                if batch and batch[0].needs_sqlalchemy:
                     self._run_on_engine(batch[0])
                 elif batch:
                     driver = driver or self._connect()

@@ -192,7 +192,7 @@ class TransactionKeys:
         self.lacks_master: bool = False
         self.operation: telemetry.Operation | None = telemetry.current_operation()
         if self.operation is not None:
-            self.operation.limit()
+            self.operation.compact()
 
     @property
     def keyring(self) -> Keyring:

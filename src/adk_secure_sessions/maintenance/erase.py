@@ -198,11 +198,11 @@ def _delete_in_passes(
     trigger or a rule can undo a deletion without an error.
     """
     dialect = dialect_of(connection)
-    dialect.see_what_is_committed(connection)
+    dialect.set_read_committed(connection)
     user = _UserRows(tag, headers, size, connection)
     if dry_run:
         return user.run_pass(deletes_keys, deletes_rows, dry_run=True)
-    dialect.run_triggers_at_once(connection)
+    dialect.set_constraints_immediate(connection)
     dialect.overwrite_deleted(connection)
     deleted: Counter[str] = Counter()
     for _ in range(_MAX_PASSES):

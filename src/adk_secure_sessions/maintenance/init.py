@@ -44,8 +44,8 @@ async def init(db: Database) -> Initialization:
     names = [
         table.name for tables in created for table in metadata.sorted_tables if table.name in tables
     ]
-    known = {row.id for row in before.keyring}
-    master_ids = [row.id for row in after.keyring if row.id not in known]
+    known = {row.id for row in before.master_rows}
+    master_ids = [row.id for row in after.master_rows if row.id not in known]
     return Initialization(tuple(names), tuple(master_ids))
 
 
@@ -93,7 +93,7 @@ async def check(db: Database) -> Check:
     return Check(
         str(data.format_version),
         backends.writing.root_key.key_id,
-        len(keys.keyring),
+        len(keys.master_rows),
         keyring.wrapping_master_id,
         db.runner.executors.has_key_database,
         data.has_plaintext_records,

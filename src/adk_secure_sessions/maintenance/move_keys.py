@@ -170,7 +170,7 @@ class _Move:
             state = await self._survey_and_check()
         source, target = state.source, state.target
         copy = await _fingerprint(self._target)
-        if source.keyring and await _fingerprint(self._source) != copy:
+        if source.master_rows and await _fingerprint(self._source) != copy:
             raise ConfigurationError(_IN_USE)
         tables = [
             table for table in (keyring, data_keys) if table.name not in source.missing_tables
@@ -211,7 +211,7 @@ class _Move:
         source, target = (data, keys) if self._to_key_db else (keys, data)
         is_switched = is_in_key_db == self._to_key_db
         holder = target if is_switched else source  # has the valid keys
-        masters = [_unparked(row) for row in holder.keyring]
+        masters = [_unparked(row) for row in holder.master_rows]
         root_key_id = backends.writing.root_key.key_id
         opened = await open_keyring(masters, backends.roots, root_key_id, holder.existing_id)
         check_features(holder, opened)
@@ -223,7 +223,7 @@ class _Move:
         # may have replayed its rows.  Then the keys in the key database are in use.
         if not is_switched:
             await self._check_target(state)
-        elif source.keyring and not _is_parked(source):
+        elif source.master_rows and not _is_parked(source):
             raise ConfigurationError(_IN_USE)
         return state
 
@@ -242,7 +242,7 @@ class _Move:
                 raise _unfinished_opposite("db")
         if target.missing_tables & {keyring.name, data_keys.name}:
             return
-        is_newer = not set(target.keyring) <= {_unparked(row) for row in source.keyring}
+        is_newer = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
         async for span in spans(self._target.read, data_keys.c.id, _BATCH):
             in_target, in_source = [
                 {tuple(row) for row in await span.read(side.read, DATA_KEYS, data_keys.c.id)}
@@ -264,7 +264,7 @@ class _Move:
         meta_rows |= {meta.FEATURES: moving, meta.MOVE: self._run_id}
         if self._to_key_db:
             meta_rows[meta.HOLDS] = "keys"
-        masters = [_unparked(row) for row in source.keyring]
+        masters = [_unparked(row) for row in source.master_rows]
         await self._target.change(partial(self._create_target, state.target, meta_rows, masters))
         meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
@@ -292,7 +292,7 @@ class _Move:
     def _lock_keys(self, connection: sa.Connection) -> None:
         """Prepare a transaction that changes keys, and lock the keys against other processes."""
         dialect = dialect_of(connection)
-        dialect.see_what_is_committed(connection)
+        dialect.set_read_committed(connection)
         dialect.overwrite_deleted(connection)
         dialect.lock_tables(connection, data_keys, keyring)
         clusters.claim(connection, *clusters.KEYRING_CLAIMS)
@@ -305,7 +305,7 @@ class _Move:
         if meta.read(connection, meta.FEATURES) == moving:
             return
         stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-        features, is_same = source.meta_rows[meta.FEATURES], stored == set(source.keyring)
+        features, is_same = source.meta_rows[meta.FEATURES], stored == set(source.master_rows)
         if not (is_same and meta.swap(connection, meta.FEATURES, features, moving)):
             raise SecureSessionError(_CHANGED, retryable=True)
         connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
@@ -380,7 +380,7 @@ def _unfinished_opposite(to: KeyPlace) -> ConfigurationError:
 
 
 def _is_parked(survey: Survey) -> bool:
-    return any(row.id < 0 for row in survey.keyring)
+    return any(row.id < 0 for row in survey.master_rows)
 
 
 def _unparked(row: MasterKeyRow) -> MasterKeyRow:

@@ -262,7 +262,7 @@ def _lock_and_count(
     The numbers are None if the row of the owner, whose tag is *tag*, was deleted, or if the data
     keys have changed.  Without *has_keys*, another database has them: they are not read again.
     """
-    dialect_of(connection).see_what_is_committed(connection)
+    dialect_of(connection).set_read_committed(connection)
 
     def read(query: sa.Select[Any]) -> list[Any]:
         return list(connection.execute(query if dry_run else query.with_for_update()))
@@ -378,7 +378,7 @@ def _retire_masters(
     Keep all data masters if the keyring has rows that are not *known*, or if *wrapped* is None.
     Somebody may have modified headers since *wrapped* was counted: the larger number decides.
     """
-    dialect_of(connection).see_what_is_committed(connection)
+    dialect_of(connection).set_read_committed(connection)
     if not dry_run:
         clusters.claim(connection, *clusters.KEYRING_CLAIMS)
         # Wait for open transactions that store a data key: one of the masters may wrap that key.

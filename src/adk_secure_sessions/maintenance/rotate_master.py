@@ -135,11 +135,11 @@ class _MasterRotationRun(RotationRun):
                 if newest == created:
                     record_new_key(database_id, "data master", newest.id, root_key=root.key_id)
                 return
-            if len(survey.keyring) >= MAX_ROWS - _HEADROOM:
+            if len(survey.master_rows) >= MAX_ROWS - _HEADROOM:
                 raise ConfigurationError(
-                    f"the keyring has {len(survey.keyring)} master keys, and a database with more "
-                    f"than {MAX_ROWS} cannot be opened: run `retire`, which deletes those that "
-                    "wrap no data key; if it keeps them, it says why"
+                    f"the keyring has {len(survey.master_rows)} master keys, and a database with "
+                    f"more than {MAX_ROWS} cannot be opened: run `retire`, which deletes those "
+                    "that wrap no data key; if it keeps them, it says why"
                 )
             if self._dry_run:
                 return
@@ -150,7 +150,7 @@ class _MasterRotationRun(RotationRun):
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(created, {root.key_id: root}, database_id)
             await self._db.runner.run_on_keys(
-                partial(_insert_master, created, set(survey.keyring), database_id)
+                partial(_insert_master, created, set(survey.master_rows), database_id)
             )
 
     async def _replace_old_keys(self) -> bool:
@@ -190,7 +190,7 @@ class _MasterRotationRun(RotationRun):
     async def _count_left(self) -> int:
         if self._dry_run:
             return self._problems.count
-        if self.result.master_id not in {row.id for row in (await self._db.survey()).keyring}:
+        if self.result.master_id not in {row.id for row in (await self._db.survey()).master_rows}:
             raise SecureSessionError(
                 f"master key {self.result.master_id} was retired meanwhile: {OVERLAPPED}"
             )

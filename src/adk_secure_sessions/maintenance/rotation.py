@@ -211,7 +211,7 @@ async def later_than_all_keys(db: Database) -> int:
 
 async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
-    rows = [row for row in survey.keyring if row.purpose == DATA_MASTER]
+    rows = [row for row in survey.master_rows if row.purpose == DATA_MASTER]
     roots, database_id = db.runner.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
     return rows

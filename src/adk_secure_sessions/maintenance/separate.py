@@ -160,7 +160,7 @@ async def _begin(db: Database) -> None:
     check_features(survey, keyring)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
     old_id, new_id = keyring.database_id, secrets.token_bytes(16)
-    master_ids = frozenset(row.id for row in survey.keyring if row.purpose == DATA_MASTER)
+    master_ids = frozenset(row.id for row in survey.master_rows if row.purpose == DATA_MASTER)
     if len(master_ids) > _MAX_MASTERS:
         raise ConfigurationError(
             f"the keyring has {len(master_ids)} data masters, and at most {_MAX_MASTERS} can be "
@@ -169,7 +169,7 @@ async def _begin(db: Database) -> None:
     separation = SeparationState(old_id, await later_than_all_keys(db), master_ids)
     roots = db.runner.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
-    wrapped = await at_once(*(rewrap(row) for row in survey.keyring))
+    wrapped = await at_once(*(rewrap(row) for row in survey.master_rows))
     meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
     if not await db.runner.run_on_keys(partial(_store_separation, survey, wrapped, meta_rows)):
         raise SecureSessionError(_CHANGED, retryable=True)
@@ -193,7 +193,7 @@ async def _finish_ids(db: Database) -> None:
         db.runner.backends.roots,
     )
     keyring: Keyring = await open_keyring(
-        survey.keyring, roots, current_root_key_id, survey.existing_id
+        survey.master_rows, roots, current_root_key_id, survey.existing_id
     )
     check_features(survey, keyring)
     await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))
@@ -235,7 +235,7 @@ def _store_separation(
     if stored[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
         return True
     is_known = stored.items() <= known.meta_rows.items()
-    if not (is_known and replace_master_keys(known.keyring, new, connection)):
+    if not (is_known and replace_master_keys(known.master_rows, new, connection)):
         return False
     for name, value in meta_rows.items():
         meta.put(connection, name, value)

@@ -174,7 +174,7 @@ async def status(
             an owner has spare data keys, its row is decrypted to find the current data key.
     """
     survey = await db.survey()
-    masters = [await _master(db, row, survey.existing_id) for row in survey.keyring]
+    masters = [await _master(db, row, survey.existing_id) for row in survey.master_rows]
     rotations = await unfinished_rotations(db)
     total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)

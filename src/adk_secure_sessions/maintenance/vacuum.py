@@ -71,7 +71,7 @@ async def clear_deleted_bytes(
         dialect = dialect_of(connection)
         if rewrites_table:
             return dialect.rewrite(connection, table, lock_wait)
-        return dialect.empty_log(connection, lock_wait)
+        return dialect.truncate_wal(connection, lock_wait)
 
     try:
         return await executor.run_sync(work, commit=False)

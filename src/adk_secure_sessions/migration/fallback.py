@@ -381,7 +381,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 try:
                     contents[session] = _readable(content).with_lifetime(self._service._lifetime)
                 except ConfigurationError as error:
-                    if not self._service._skips_bad:
+                    if not self._service._skips_unreadable:
                         raise
                     logger.error("left out of a listing: %s", error)
         return {key: content for key, content in contents.items() if not content.has_expired}

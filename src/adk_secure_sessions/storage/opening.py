@@ -34,10 +34,10 @@ from adk_secure_sessions.storage.survey import (
     FeatureName,
     Survey,
     TableSet,
-    merged,
     run_while_opening,
     survey_databases,
     take_survey,
+    with_key_survey,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -104,11 +104,11 @@ async def open_for_service(
     if key_survey.database_id is None:
         return data, key_survey, None
     key_survey.reject_unfinished(FeatureName.SEPARATING)
-    return data, key_survey, await _open(executors, merged(data, key_survey), backends)
+    return data, key_survey, await _open(executors, with_key_survey(data, key_survey), backends)
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:
-    """Check and survey a database that already exists, without changing it; see `merged`.
+    """Check and survey a database that already exists, without changing it; see `with_key_survey`.
 
     A running service passes the keyring that it has accepted, so that it accepts a keyring to which
     an attacker has added many rows.
@@ -117,8 +117,8 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
     data, key_survey = await survey_databases(executors, True, known_ids)
     data.reject_new()
     if known is None:
-        check_row_count(key_survey.keyring_rows)
-    return merged(data, key_survey)
+        check_row_count(key_survey.master_row_count)
+    return with_key_survey(data, key_survey)
 
 
 async def open_existing(
@@ -151,13 +151,13 @@ async def _open(
     if known is not None and known.database_id != database_id:
         raise ConfigurationError(REPLACED)
     keyring = await open_keyring(
-        survey.keyring,
+        survey.master_rows,
         backends.roots,
         backends.writing.root_key.key_id,
         database_id,
         known,
         is_service=is_service,
-        row_count=survey.keyring_rows,
+        row_count=survey.master_row_count,
     )
     check_features(survey, keyring)
     if known is not None:

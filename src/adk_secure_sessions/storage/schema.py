@@ -210,7 +210,7 @@ def _store_external(table: sa.Table) -> None:
 
 
 def _use_transactions(table: sa.Table, connection: sa.Connection, **_: object) -> None:
-    dialect_of(connection).use_transactions(table)
+    dialect_of(connection).set_storage_engine(table)
 
 
 # `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.

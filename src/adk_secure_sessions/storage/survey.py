@@ -98,20 +98,20 @@ class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
     *missing_tables* are names of our tables that do not exist, without those of features.
-    *alien_tables* have the name of one of our tables, but lack one of its columns.
+    *conflicting_tables* have the name of one of our tables, but lack one of its columns.
     *has_adk_tables* is whether tables of ADK exist, or those of adk-secure-sessions 1.x, which have
     the same names.
     *is_used* is whether one of our tables other than `secure_meta` and `secure_keyring` has rows.
-    *keyring* has at most `MAX_ROWS` + 1 of the *keyring_rows* rows of `secure_keyring`.
+    *master_rows* has at most `MAX_ROWS` + 1 of the *master_row_count* rows of `secure_keyring`.
     """
 
     missing_tables: frozenset[str]
-    alien_tables: tuple[str, ...]
+    conflicting_tables: tuple[str, ...]
     has_adk_tables: bool
     is_used: bool
     meta_rows: dict[str, str]
-    keyring: list[MasterKeyRow]
-    keyring_rows: int = 0
+    master_rows: list[MasterKeyRow]
+    master_row_count: int = 0
     feature_tables: frozenset[str] = frozenset()
 
     @property
@@ -127,7 +127,7 @@ class Survey(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.meta_rows or self.keyring or self.is_used)
+        return bool(self.meta_rows or self.master_rows or self.is_used)
 
     @property
     def has_plaintext_records(self) -> bool:
@@ -206,14 +206,14 @@ def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
-    alien = _alien(tables, connection) if tables else []
+    conflicting = _conflicting(tables, connection) if tables else []
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
     number = 0
     used = False
-    if schema.meta_table in tables and schema.meta_table.name not in alien:
+    if schema.meta_table in tables and schema.meta_table.name not in conflicting:
         values = meta.read_all(connection)
-    if not alien and keyring in tables:
+    if not conflicting and keyring in tables:
         # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
         # any number of rows.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
@@ -224,14 +224,14 @@ def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
             if known:
                 rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
                 masters = [MasterKeyRow(*row) for row in rows]
-    if not alien and (
+    if not conflicting and (
         others := [table for table in tables if table not in (schema.meta_table, keyring)]
     ):
         any_row = (sa.select(table).exists() for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     return Survey(
         frozenset(metadata.tables) - present,
-        tuple(alien),
+        tuple(conflicting),
         {"sessions", "events"} <= present,
         used,
         values,
@@ -241,7 +241,7 @@ def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
     )
 
 
-def _alien(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
+def _conflicting(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     """Return the names of the *tables*, at least one, that lack one of our columns.
 
     One query that names all columns takes a hundredth of the time of reflecting each table.  If the
@@ -312,12 +312,15 @@ async def survey_databases(
     return data, key_survey
 
 
-def merged(data: Survey, key_survey: Survey) -> Survey:
+def with_key_survey(data: Survey, key_survey: Survey) -> Survey:
     """Return the survey of the data database with the keyring and the features of *key_survey*."""
     names = (meta.DATABASE_ID, meta.FEATURES, meta.SEPARATION, meta.MIGRATION_MARK)
     shared = {name: key_survey.meta_rows[name] for name in names if name in key_survey.meta_rows}
-    rows, number = key_survey.keyring, key_survey.keyring_rows
-    return data._replace(keyring=rows, keyring_rows=number, meta_rows=data.meta_rows | shared)
+    return data._replace(
+        master_rows=key_survey.master_rows,
+        master_row_count=key_survey.master_row_count,
+        meta_rows=data.meta_rows | shared,
+    )
 
 
 def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
@@ -346,9 +349,9 @@ def require_usable(survey: Survey, table_set: TableSet, create_tables: bool) -> 
             f"the database has format {version!r} and this release of adk-secure-sessions reads "
             f"format {FORMAT_VERSION}: install the release that wrote it"
         )
-    if survey.alien_tables:
+    if survey.conflicting_tables:
         raise ConfigurationError(
-            f"the table {survey.alien_tables[0]} was not created by adk-secure-sessions: "
+            f"the table {survey.conflicting_tables[0]} was not created by adk-secure-sessions: "
             "use another database or schema"
         )
     if version is not None:
