@@ -389,8 +389,9 @@ class Trail(Protocol):
 class AuditedCall:
     """Runs one call, and stores in audit trails the security events that happen during it.
 
-    Subclasses add a record of the call itself, which is also logged.  If the trail is None, the
-    enclosing call, if there is one, stores the security events.
+    Subclasses add a record of the call itself, which is also logged.  Three kinds of calls store no
+    records: accesses of a service without a trail, unstored commands, and commands that another
+    command calls.  Their security events are stored by the enclosing call, if there is one.
     """
 
     _trail: Trail | None

@@ -134,7 +134,10 @@ async def erase_user(
         await db.imports.add_tombstone(app_name, user_id)
     headers: set[bytes] = set()
     executors, size = db.runner.executors, db.limits.ids_per_statement
-    delete = partial(_delete_in_passes, tag, headers, size, dry_run)
+
+    def delete(connection: sa.Connection, **parts: bool) -> Counter[str]:
+        return _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
+
     keys: Counter[str] = Counter()
     if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
         work = partial(delete, deletes_rows=False)
@@ -177,77 +180,64 @@ async def erase_user(
 # --- deleting ------------------------------------------------------------------------------------
 
 
-def _delete_in_passes(
-    tag: bytes,
-    headers: set[bytes],
-    size: int,
-    dry_run: bool,
-    connection: sa.Connection,
-    *,
-    deletes_keys: bool = True,
-    deletes_rows: bool = True,
-) -> Counter[str]:
-    """Delete the user's rows in passes until no rows are left, and count them by table.
+@dataclass(eq=False, repr=False)
+class _Deletion:
+    """The deletion of rows of one user in one transaction.
 
-    *deletes_keys* and *deletes_rows* say whether to delete the data keys and the other rows.  A dry
-    run only counts them.
-
-    A service whose transaction began before this one may commit new rows during a pass.  The next
-    pass finds these rows, because each statement sees all rows that were committed before the
-    statement began.  Raise DatabaseError if rows are still there after `_MAX_PASSES` passes: a
-    trigger or a rule can undo a deletion without an error.
-    """
-    dialect = dialect_of(connection)
-    dialect.set_read_committed(connection)
-    user = _UserRows(tag, headers, size, connection)
-    if dry_run:
-        return user.run_pass(deletes_keys, deletes_rows, dry_run=True)
-    dialect.set_constraints_immediate(connection)
-    dialect.overwrite_deleted(connection)
-    deleted: Counter[str] = Counter()
-    for _ in range(_MAX_PASSES):
-        deleted += user.run_pass(deletes_keys, deletes_rows, dry_run=False)
-        if not user.run_pass(deletes_keys, deletes_rows, dry_run=True):
-            return deleted
-    raise DatabaseError(
-        "the database does not delete the rows of the user: remove triggers and rules of its "
-        "tables, and erase the user again"
-    )
-
-
-class _UserRows:
-    """The rows of the user with the tag *tag*, in one transaction.
-
-    *headers* are the record headers that name the user's data keys.  They identify the user's
-    records even if the user's row was removed or modified.  A pass that deletes the data keys adds
-    their headers.  *size* is the maximum number of row ids in one statement.
+    The record headers that name the user's data keys are collected in *_headers*.  They identify
+    the user's records even if the user's row was removed or modified.
     """
 
-    def __init__(
-        self, tag: bytes, headers: set[bytes], size: int, connection: sa.Connection
-    ) -> None:
-        self._tag = tag
-        self._headers = headers
-        self._size = size
-        self._connection, self._dialect = connection, dialect_of(connection)
-        self._has_index = has_table(connection, indexed)
+    _tag: bytes
+    _headers: set[bytes]
+    _row_ids_per_statement: int
+    _connection: sa.Connection
+    deletes_keys: bool = True
+    deletes_rows: bool = True
+
+    def __post_init__(self) -> None:
+        self._dialect = dialect_of(self._connection)
+        self._has_index = has_table(self._connection, indexed)
         self._users: set[int] = set()  # row ids, of deleted rows too
         self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags, of deleted rows too
         self._has_deleted_user = False
 
-    def run_pass(self, deletes_keys: bool, deletes_rows: bool, *, dry_run: bool) -> Counter[str]:
+    def run(self, *, dry_run: bool) -> Counter[str]:
+        """Delete rows in passes until no rows are left, and count them by table.
+
+        A service whose transaction began before this one may commit new rows during a pass.  The
+        next pass finds these rows, because each statement sees all rows that were committed before
+        the statement began.  Raise DatabaseError if rows are still there after `_MAX_PASSES`
+        passes: a trigger or a rule can undo a deletion without an error.
+        """
+        self._dialect.set_read_committed(self._connection)
+        if dry_run:
+            return self._pass(dry_run=True)
+        self._dialect.set_constraints_immediate(self._connection)
+        self._dialect.overwrite_deleted(self._connection)
+        deleted: Counter[str] = Counter()
+        for _ in range(_MAX_PASSES):
+            deleted += self._pass(dry_run=False)
+            if not self._pass(dry_run=True):
+                return deleted
+        raise DatabaseError(
+            "the database does not delete the rows of the user: remove triggers and rules of its "
+            "tables, and erase the user again"
+        )
+
+    def _pass(self, *, dry_run: bool) -> Counter[str]:
         """Delete the rows that are found now, and count them by table; a dry run only counts."""
         self._dry_run, self._counts = dry_run, Counter[str]()
-        if deletes_keys:
+        if self.deletes_keys:
             self._require_keyring()
             c = data_keys.c
             query = sa.select(c.backend_id, c.id).where(c.owner == self._tag)
             for backend_id, key_id in self._connection.execute(query):
                 if backend_id in range(256):  # a header has one byte for the backend id
                     self._headers.add(build_header(backend_id, key_id))
-        if deletes_rows:
+        if self.deletes_rows:
             self._delete_rows()
-        if deletes_keys:
+        if self.deletes_keys:
             # This uses only the table of data keys.
             self._delete(data_keys, data_keys.c.owner == self._tag)
             self._require_keyring()  # the deletion may have waited for `move_keys`
@@ -283,8 +273,8 @@ class _UserRows:
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._users:
             self._delete(indexed, indexed.c.row_id.in_(map(index_row_id, self._users)))
-        for start in range(0, len(locked), self._size):
-            ids, tags = zip(*locked[start : start + self._size], strict=True)
+        for start in range(0, len(locked), self._row_ids_per_statement):
+            ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
