@@ -177,7 +177,7 @@ class _Move:
         ]
         if source.format_version is not None:
             await self._source.change(partial(self._delete_source_keys, tables, copy))
-        obstacles = await rewrite_tables(self._source.executor, tables, self._db.limits.lock_wait)
+        obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.authenticated(target.features - {FeatureName.MOVING})
         await self._target.change(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)

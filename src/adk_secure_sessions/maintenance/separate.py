@@ -188,13 +188,9 @@ async def _finish_ids(db: Database) -> None:
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
-    current_root_key_id, roots = (
-        db.runner.backends.writing.root_key.key_id,
-        db.runner.backends.roots,
-    )
-    keyring: Keyring = await open_keyring(
-        survey.master_rows, roots, current_root_key_id, survey.existing_id
-    )
+    backends, rows = db.runner.backends, survey.master_rows
+    root_key_id = backends.writing.root_key.key_id
+    keyring = await open_keyring(rows, backends.roots, root_key_id, survey.existing_id)
     check_features(survey, keyring)
     await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))
 

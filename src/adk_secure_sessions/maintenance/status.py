@@ -250,9 +250,8 @@ async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
     survey = await db.survey()
-    index_master = (
-        await _index_master(db) if any(parse_checkpoints(survey.meta_rows, None)) else None
-    )
+    has_checkpoint = any(parse_checkpoints(survey.meta_rows, None))
+    index_master = await _index_master(db) if has_checkpoint else None
     return tuple(parse_checkpoints(survey.meta_rows, index_master))
 
 

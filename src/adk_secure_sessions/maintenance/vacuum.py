@@ -54,7 +54,7 @@ async def vacuum(db: Database) -> Vacuum:
     by_executor[keys] = tuple(dict.fromkeys(by_executor.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []
     for executor, tables in by_executor.items():
-        obstacles += await rewrite_tables(executor, tables, db.limits.lock_wait)
+        obstacles += await rewrite_tables(db, executor, tables)
     return Vacuum(not obstacles, tuple(obstacles))
 
 
@@ -83,12 +83,10 @@ async def clear_deleted_bytes(
         return str(error)
 
 
-async def rewrite_tables(
-    executor: Executor, tables: Sequence[sa.Table], lock_wait: int
-) -> list[str]:
-    """Rewrite all *tables* of this package in a database; return the reasons why not."""
+async def rewrite_tables(db: Database, executor: Executor, tables: Sequence[sa.Table]) -> list[str]:
+    """Rewrite *tables* with *executor*, within the limits of *db*; return the reasons why not."""
     dialect = await retried(lambda: executor.run_sync(dialect_of, commit=False))
-    obstacles = []
+    obstacles, lock_wait = [], db.limits.lock_wait
     for table in tables[:1] if dialect.has_one_file else tables:
         if obstacle := await clear_deleted_bytes(executor, table, lock_wait, rewrites_table=True):
             obstacles.append(obstacle if dialect.has_one_file else f"{table.name}: {obstacle}")

@@ -165,9 +165,8 @@ class _Verifier:
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._complete_index_tags:
             return
-        checked = await self._db.runner.run(
-            CheckIndexed(identity, self._complete_index_tags, of_user=of_user)
-        )
+        check = CheckIndexed(identity, self._complete_index_tags, of_user=of_user)
+        checked = await self._db.runner.run(check)
         if checked is None or not checked[1].total:
             return
         row_id, differences = checked

@@ -92,7 +92,8 @@ _SESSION_KEY, _EVENT_KEY = tuple(SESSIONS.primary_key), tuple(_EVENTS.primary_ke
 
 # Joins `events` to `sessions`.  The database compares the ids, because the collation of MySQL may
 # ignore case.  Python would then not find the session of an event whose ids have another case.
-_OF_SESSION = sa.and_(*(key == id_ for key, id_ in zip(_EVENT_KEY, _SESSION_KEY, strict=True)))
+_PAIRS = zip(_EVENT_KEY, _SESSION_KEY, strict=True)
+_SESSION_EVENTS = SESSIONS.join(_EVENTS, sa.and_(*(key == id_ for key, id_ in _PAIRS)))
 
 T = TypeVar("T")
 # A session, its row, and the rows of its events.
@@ -207,9 +208,7 @@ class AdkQueries:
         if not rows:
             return []
         keys = [self._text_ids(row[:3]) for row in rows]
-        counting = sa.select(*_SESSION_KEY, sa.func.count(), size).join_from(
-            SESSIONS, _EVENTS, _OF_SESSION
-        )
+        counting = sa.select(*_SESSION_KEY, sa.func.count(), size).select_from(_SESSION_EVENTS)
         in_page = [*conditions, sa.not_(self._is_after(_SESSION_KEY, keys[-1]))]
         counted = connection.execute(counting.where(*in_page).group_by(*_SESSION_KEY))
         counts: dict[tuple[Any, ...], Any] = {tuple(row[:3]): row[3:] for row in counted}
@@ -292,9 +291,7 @@ class AdkQueries:
         """Return the three ids and the columns of each event, in the order of google-adk."""
         tie_breaker = _EVENTS.c.rowid if self.kind is TableKind.ADK_SQLITE else _EVENTS.c.id
         if self._is_mysql:
-            query = sa.select(*_SESSION_KEY, *self._selected).join_from(
-                SESSIONS, _EVENTS, _OF_SESSION
-            )
+            query = sa.select(*_SESSION_KEY, *self._selected).select_from(_SESSION_EVENTS)
             query = query.where(self._is_one_of(_SESSION_KEY, keys))
         else:
             # With a join, SQLite would scan the whole index of `events`.

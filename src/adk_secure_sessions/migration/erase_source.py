@@ -113,9 +113,7 @@ async def erase_source(
 
     try:
         is_deleted = await retried(lambda: executor.run_sync(delete, commit=True), writes=True)
-        obstacles = (
-            await rewrite_tables(executor, TABLES, db.limits.lock_wait) if is_deleted else []
-        )
+        obstacles = await rewrite_tables(db, executor, TABLES) if is_deleted else []
     finally:
         await executor.close()
         if attempts and has_ended:
