@@ -185,7 +185,7 @@ def test_row_names_the_new_key_in_place_of_the_one_before(keys: DatabaseKeys) ->
 def test_row_keeps_naming_the_keys_of_other_backends(keys: DatabaseKeys, is_listed: bool) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
-    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, 1, 100)
+    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, keys.backends[1], 100)
     staged = read(keys if is_listed else alone, [ours, theirs])
     staged.choose_current(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)

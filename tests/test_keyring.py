@@ -420,7 +420,9 @@ async def store(writer: int = 1, *listed: int, limit: int = 100) -> DatabaseKeys
 
 def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DatabaseKeys:
     backends: dict[int, EncryptionBackend] = {1: AES, 2: FERNET}
-    return DatabaseKeys(keyring, {i: backends[i] for i in (writer, *listed)}, writer, limit)
+    return DatabaseKeys(
+        keyring, {i: backends[i] for i in (writer, *listed)}, backends[writer], limit
+    )
 
 
 def loaded(database_keys: DatabaseKeys, *rows: DataKeyRow) -> TransactionKeys:

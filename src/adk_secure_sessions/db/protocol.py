@@ -122,10 +122,11 @@ class Executor(Protocol):
         ...
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        """Run *work* in a transaction on a SQLAlchemy connection and return its result.
+        """Run *work* on a SQLAlchemy connection and return its result.
 
         The schema and maintenance use it, because they inspect tables and decide row by row.  If
-        *work* raises or *commit* is False, the transaction is rolled back.
+        *commit* is True, *work* runs in one transaction, which is rolled back if *work* raises.
+        If it is False, *work* must change nothing, and each of its queries may see other commits.
         """
         ...
 

@@ -131,10 +131,10 @@ class DatabaseKeys(HoldsSecrets):
 
     keyring: Keyring  # another object when the keyring is read again
     backends: Mapping[int, EncryptionBackend]
-    writer_id: InitVar[int]
+    writing: EncryptionBackend
     limit: InitVar[int]
 
-    def __post_init__(self, writer_id: int, limit: int) -> None:
+    def __post_init__(self, limit: int) -> None:
         # What telemetry calls an encryption and a decryption, by backend id.
         self.encrypting: dict[int, telemetry.WorkKind]
         self.decrypting: dict[int, telemetry.WorkKind]
@@ -142,7 +142,6 @@ class DatabaseKeys(HoldsSecrets):
             {key: telemetry.cipher_kind(one.name, work) for key, one in self.backends.items()}
             for work in ("encrypt", "decrypt")
         )
-        self.writing: EncryptionBackend = self.backends[writer_id]
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
         self.owner_tags: Lru[int, bytes] = Lru(limit)  # by data key id
 

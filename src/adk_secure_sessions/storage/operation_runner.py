@@ -696,13 +696,13 @@ class OperationRunner:
             return self._opened
 
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
-        writer_id = self.backends.writing.backend_id
+        backends, sizes = self.backends, self.cache_sizes
         return _OpenState(
-            DatabaseKeys(keyring, self.backends.by_id, writer_id, self.cache_sizes.data_keys),
-            RowCache(self.cache_sizes.sessions, self.cache_sizes.events),
-            Lru(self.cache_sizes.sessions),
+            DatabaseKeys(keyring, backends.by_id, backends.writing, sizes.data_keys),
+            RowCache(sizes.sessions, sizes.events),
+            Lru(sizes.sessions),
             {},
-            time.monotonic() + self.cache_sizes.seconds,
+            time.monotonic() + sizes.seconds,
             WeakKeyDictionary(),
         )
 

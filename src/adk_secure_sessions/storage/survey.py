@@ -197,8 +197,8 @@ def take_survey(connection: sa.Connection, known: Collection[int] = ()) -> Surve
     survey = _survey_once(connection, known)
     missing = (survey.table_set or TableSet.ALL).missing(survey)
     is_whole = not missing if survey.meta_rows else not survey.has_rows
-    # On a server, each query sees what was committed before it.  If another process created the
-    # database meanwhile, `_survey_once` has seen only a part of the tables or of the rows.
+    # Each query sees what was committed before it.  If another process created the database
+    # meanwhile, `_survey_once` has seen only a part of the tables or of the rows.
     return survey if is_whole else _survey_once(connection, known)
 
 
