@@ -61,7 +61,6 @@ from adk_secure_sessions.maintenance import (
     verify,
     verify_audit,
 )
-from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.migration import (
     AdkTables,
     EncryptedSource,
@@ -775,7 +774,7 @@ async def test_chain_that_is_purged_while_it_is_verified_is_not_missing(
 
     db, faults = with_faults(lambda: Database(url, BACKEND))
     async with db:
-        db.limits = StatementLimits(rows=2)
+        db.limits = db.limits._replace(rows=2)
         plan = faults.data.after(Point.READ, purge, when=is_read)
         done = await verify_audit(db, {"log": heads()})
         assert plan.happened

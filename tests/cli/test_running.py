@@ -39,7 +39,6 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     separate,
 )
-from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
 from tests.maintenance.support import OLD, fill, interrupt, query
@@ -289,7 +288,7 @@ async def stop_after_one_batch(url: str, rotate: Any) -> None:
         raise Stop
 
     async with Database(url, AesGcmBackend(OLD)) as db:
-        db.limits = StatementLimits(ids_per_statement=1)
+        db.limits = db.limits._replace(ids_per_statement=1)
         with pytest.raises(Stop):
             await rotate(db, progress=stop)
 

@@ -14,7 +14,6 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.maintenance import Database, erase_user
-from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.storage.schema import data_keys
 from tests.attacks.needles import files_of, present
@@ -113,7 +112,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
     url = f"sqlite+aiosqlite:///{path}"
     await fill(url, users=["ada"], sessions=1)
     async with Database(url, BACKEND) as db:
-        db.limits = StatementLimits(lock_wait=0)
+        db.limits = db.limits._replace(lock_wait=0)
         values = [wrapped_of(url)]
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:
             reader.execute("BEGIN")
@@ -230,7 +229,7 @@ async def test_rewriting_gives_up_while_another_transaction_uses_the_table(
         await fill(url, users=["ada"], sessions=1)
         engine = sa.create_engine(place)
         async with Database(url, BACKEND) as db:
-            db.limits = StatementLimits(lock_wait=1)
+            db.limits = db.limits._replace(lock_wait=1)
             with engine.begin() as connection:
                 connection.exec_driver_sql("SELECT * FROM secure_keyring, secure_data_keys").all()
                 found = await erase_user(db, APP, "ada", rewrite=True)

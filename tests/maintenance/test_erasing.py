@@ -31,7 +31,6 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.dying import Statements, dying
@@ -196,7 +195,7 @@ async def test_user_with_more_sessions_than_one_statement_names_is_erased(
 ) -> None:
     await fill(url, sessions=5)
     async with Database(url, BACKEND) as db:
-        db.limits = StatementLimits(ids_per_statement=2)
+        db.limits = db.limits._replace(ids_per_statement=2)
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
     await assert_whole(url)

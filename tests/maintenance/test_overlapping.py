@@ -23,7 +23,6 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     status,
 )
-from adk_secure_sessions.maintenance.database import StatementLimits
 from adk_secure_sessions.storage.schema import data_keys
 from tests.faults import Faults, Point, with_faults
 from tests.maintenance.support import APP, OLD, Killed, assert_whole, event, fill, interrupt, query
@@ -49,7 +48,7 @@ async def rotate_until_the_second_session(url: str) -> None:
             raise Killed
 
     async with Database(url, AES) as db:
-        db.limits = StatementLimits(rows=1)
+        db.limits = db.limits._replace(rows=1)
         with pytest.raises(Killed):
             await rotate_data(db, restart=True, progress=kill)
 

@@ -20,7 +20,6 @@ from adk_secure_sessions.maintenance import (
     vacuum,
     verify,
 )
-from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.attacks.needles import files_of, present
 from tests.cli.support import run
 from tests.maintenance.support import APP, OLD, assert_whole, fill, plaintext_backend
@@ -105,7 +104,7 @@ async def test_both_files_are_rewritten_with_a_key_database(tmp_path: Path) -> N
 async def test_table_that_another_connection_uses_is_named(file_url: str, tmp_path: Path) -> None:
     await fill(file_url)
     async with Database(file_url) as db:
-        db.limits = StatementLimits(lock_wait=0)
+        db.limits = db.limits._replace(lock_wait=0)
         with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
             other.execute("BEGIN")
             other.execute("SELECT count(*) FROM secure_events").fetchone()
