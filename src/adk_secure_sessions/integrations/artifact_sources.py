@@ -122,7 +122,7 @@ class ArtifactSource:
         """Return `place` with the number of its artifacts."""
         assert self.place is not None
         count = sum([bool(found.versions) async for found in self.artifacts()])
-        return self.place._replace(items=count)
+        return self.place._replace(item_count=count)
 
     async def delete(self, artifact: SourceArtifact) -> None:
         await _in_thread(artifact.delete)

@@ -56,10 +56,10 @@ class Description(NamedTuple):
 
     server: str | None  # the host and the port in the URL; None for a SQLite file or a directory
     name: str  # the name of the database or the bucket, or the absolute path of the file
-    items: int  # the number of sessions or artifacts
+    item_count: int  # the number of sessions or artifacts
     updated_at: int | None  # the last of all updates, in microseconds since 1970; None if unknown
     kind: str = "database"
-    noun: str = "session"  # what is counted
+    item_noun: str = "session"  # what is counted
 
 
 def describe(
