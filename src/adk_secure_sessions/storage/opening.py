@@ -55,10 +55,13 @@ async def open_database(
     The tables and keys of a key database are created first, so that after a crash between the two,
     the next start creates the rest.  If *known* is given, a keyring opened earlier, nothing is
     created, and its keys are not unwrapped again.  If a key service fails while a new or changed
-    row is unwrapped, the result does not contain the master key of this row until a later call.
+    row is unwrapped, the result does not contain the master key of this row until a later call, so
+    that a running service keeps working.
     """
     if known is not None:
-        return await open_existing(executors, backends, known, is_service=True)
+        survey = await survey_existing(executors, known)
+        survey.reject_unfinished(FeatureName.SEPARATING)
+        return await _open(executors, survey, backends, known, is_service=True)
     root = backends.writing.root_key
     meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
@@ -122,21 +125,13 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
 
 
 async def open_existing(
-    executors: Executors,
-    backends: Backends,
-    known: Keyring | None = None,
-    *,
-    is_service: bool = False,
+    executors: Executors, backends: Backends, known: Keyring | None = None
 ) -> Keyring:
-    """Open the keyring of a database that already exists, without changing the database.
+    """Open the keyring of a database that already exists, for a command; change nothing.
 
-    A running service keeps working while a key service fails, and rejects a copy that is being
-    separated.
+    If *known* is given, a keyring opened earlier, its keys are not unwrapped again.
     """
-    survey = await survey_existing(executors, known if is_service else None)
-    if is_service:
-        survey.reject_unfinished(FeatureName.SEPARATING)
-    return await _open(executors, survey, backends, known, is_service=is_service)
+    return await _open(executors, await survey_existing(executors), backends, known)
 
 
 async def _open(

@@ -189,20 +189,20 @@ class Survey(NamedTuple):
 # --- looking -------------------------------------------------------------------------------------
 
 
-def take_survey(connection: sa.Connection, known: Collection[int] = ()) -> Survey:
+def take_survey(connection: sa.Connection, known_ids: Collection[int] = ()) -> Survey:
     """Return the survey of a database, without changing or checking the database.
 
-    If `secure_keyring` has too many rows and *known* is not empty, read only those ids.
+    If `secure_keyring` has too many rows and *known_ids* is not empty, read only those ids.
     """
-    survey = _survey_once(connection, known)
+    survey = _survey_once(connection, known_ids)
     missing = (survey.table_set or TableSet.ALL).missing(survey)
     is_whole = not missing if survey.meta_rows else not survey.has_rows
     # Each query sees what was committed before it.  If another process created the database
     # meanwhile, `_survey_once` has seen only a part of the tables or of the rows.
-    return survey if is_whole else _survey_once(connection, known)
+    return survey if is_whole else _survey_once(connection, known_ids)
 
 
-def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
+def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Survey:
     present = set(sa.inspect(connection).get_table_names())
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
@@ -221,8 +221,8 @@ def _survey_once(connection: sa.Connection, known: Collection[int]) -> Survey:
         number = len(masters)
         if number > MAX_ROWS:
             number = connection.scalar(sa.select(sa.func.count()).select_from(keyring)) or number
-            if known:
-                rows = connection.execute(query.where(keyring.c.id.in_(list(known))))
+            if known_ids:
+                rows = connection.execute(query.where(keyring.c.id.in_(list(known_ids))))
                 masters = [MasterKeyRow(*row) for row in rows]
     if not conflicting and (
         others := [table for table in tables if table not in (schema.meta_table, keyring)]
@@ -263,10 +263,10 @@ def _conflicting(tables: list[sa.Table], connection: sa.Connection) -> list[str]
 
 
 async def survey_database(
-    executor: Executor, *, is_key_database: bool = False, known: Collection[int] = ()
+    executor: Executor, *, is_key_database: bool = False, known_ids: Collection[int] = ()
 ) -> Survey:
     """Do the same as `take_survey`; see `run_while_opening`."""
-    work = partial(take_survey, known=known)
+    work = partial(take_survey, known_ids=known_ids)
     return await run_while_opening(executor, work, commit=False, is_key_database=is_key_database)
 
 
@@ -284,22 +284,24 @@ async def run_while_opening(
 
 
 async def survey_databases(
-    executors: Executors, create_tables: bool, known: Collection[int] = ()
+    executors: Executors, create_tables: bool, known_ids: Collection[int] = ()
 ) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database, which may be the same."""
     if executors.has_key_database:
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
         data = await survey_database(executors.data)
-        key_survey = await survey_database(executors.keys, is_key_database=True, known=known)
+        key_survey = await survey_database(
+            executors.keys, is_key_database=True, known_ids=known_ids
+        )
     else:
-        data = key_survey = await survey_database(executors.data, known=known)
+        data = key_survey = await survey_database(executors.data, known_ids=known_ids)
     ids_differ = data.meta_rows.get(meta.DATABASE_ID) != key_survey.meta_rows.get(meta.DATABASE_ID)
     if ids_differ or _missing_feature_tables(data, key_survey):
         # After this survey of the data database, another process may have created it, `separate`
         # may have replaced the ids in both databases, or a process may have created a table and
         # then added its feature.
-        data = await survey_database(executors.data, known=known)
+        data = await survey_database(executors.data, known_ids=known_ids)
         key_survey = key_survey if executors.has_key_database else data
     table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
     require_usable(key_survey, table_set, create_tables)
