@@ -139,7 +139,7 @@ SEARCHES = {
     ),
     "comparison.html": "attacker database write",
     "compliance.html": "compliance, is it hipaa compliant",
-    "databases.html": "cloud sql, custom engine, read replica",
+    "databases.html": "cloud sql, custom engine, read replica, gunicorn multiple workers",
     "erasure.html": (
         "90 days, data retention, delete old sessions, delete user data, expiration, expire, "
         "gdpr delete, right to be forgotten, session expiry, session lifetime, ttl"
