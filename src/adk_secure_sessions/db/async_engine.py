@@ -328,13 +328,8 @@ class AsyncEngineExecutor:
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._calls = 0
-        for of_another_loop in (
-            self._tasks,
-            self._connections,
-            self._interrupted,
-            self._interrupting,
-        ):
-            of_another_loop.clear()  # `close` would wait forever for tasks of a parent process
+        for former in self._tasks, self._connections, self._interrupted, self._interrupting:
+            former.clear()  # `close` would wait forever for tasks of a parent process
         if self._loop is None or not keeps:
             return
         if not self._owns_engine:

@@ -183,17 +183,17 @@ def _for_server(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float 
     from sqlalchemy.ext.asyncio import create_async_engine
 
     options = {**engine_kwargs, "hide_parameters": True}
-    pooling: dict[str, Any] = {}
+    pool: dict[str, Any] = {}
     if not options.keys() & _POOL_OPTIONS:
         # Allow no overflow connections: when one is returned to the pool, SQLAlchemy closes it, so
         # each transaction would have to open another connection.
         options = {"pool_size": _POOL_SIZE, "max_overflow": 0, **options}
         timeout = options.get("pool_timeout", _POOL_TIMEOUT)
-        pooling = {"max_idle": options["pool_size"], "timeout": timeout}
+        pool = {"max_idle": options["pool_size"], "timeout": timeout}
     engine = create_async_engine(url, **options)
     if read_timeout is not None:
         _limit_connecting(engine, read_timeout)
-    return _for_engine(engine, owns_engine=True, read_timeout=read_timeout, **pooling)
+    return _for_engine(engine, owns_engine=True, read_timeout=read_timeout, **pool)
 
 
 def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
@@ -224,15 +224,13 @@ def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
 
 
 def _for_engine(
-    engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **pooling: Any
+    engine: "AsyncEngine", *, owns_engine: bool, read_timeout: float | None, **pool: Any
 ) -> Executor:
-    """Create the executor for *engine*; *pooling* are arguments that only `AsyncpgExecutor` has."""
+    """Create the executor for *engine*; *pool* are arguments that only `AsyncpgExecutor` has."""
     if engine.dialect.driver == "asyncpg":
         from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
 
-        return AsyncpgExecutor(
-            engine, owns_engine=owns_engine, read_timeout=read_timeout, **pooling
-        )
+        return AsyncpgExecutor(engine, owns_engine=owns_engine, read_timeout=read_timeout, **pool)
     from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 
     return AsyncEngineExecutor(engine, owns_engine=owns_engine, read_timeout=read_timeout)

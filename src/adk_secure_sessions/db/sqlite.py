@@ -582,7 +582,7 @@ class WorkerThread:
         """Run *batch* in one transaction.
 
         If a job raises, only that job's changes are rolled back.  If the transaction itself fails,
-        its error is the outcome of every job.
+        raise the error, which is then the outcome of every job.
         """
         try:
             driver.execute("BEGIN IMMEDIATE")
@@ -604,11 +604,10 @@ class WorkerThread:
             commit = len(batch) > 1 or batch[0].error is None
             self.file.check()  # now, not before the jobs: what is acknowledged is in the file
             driver.execute("COMMIT" if commit else "ROLLBACK")
-        except BaseException as error:
+        except BaseException:
             if driver.in_transaction:
                 driver.execute("ROLLBACK")
-            for job in batch:
-                job.fail(error)
+            raise
         else:
             if commit:
                 telemetry.record_group_commit(len(batch))

@@ -73,11 +73,11 @@ def parse_item(values: JsonObject, number: int) -> MemoryItem:
     scope, add, deleted = values.get("scope"), values.get("add", []), values.get("deleted", [])
     drop, replacement = values.get("drop", {}), values.get("replacement")
     if (
-        (scope is None or (_is_list(scope, str) and scope))
+        (scope is None or (_is_list_of_texts(scope) and scope))
         and type(add) is list
         and all(one is None or _is_entry(one) for one in add)
         and (scope is not None or not add)
-        and _is_list(deleted, str)
+        and _is_list_of_texts(deleted)
         and (replacement is None or _is_replacement(replacement))
         and type(drop) is dict
         and all(key.isdecimal() and len(key) < 19 and int(key) < number for key in drop)
@@ -116,8 +116,8 @@ def _is_replacement(value: Any) -> bool:
     return type(value) is str and _REPLACEMENT.fullmatch(value) is not None
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    return type(value) is list and all(isinstance(one, kind) for one in value)
+def _is_list_of_texts(value: Any) -> bool:
+    return type(value) is list and all(isinstance(one, str) for one in value)
 
 
 def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_row: int) -> None:

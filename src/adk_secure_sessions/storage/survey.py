@@ -263,7 +263,7 @@ def _conflicting(tables: list[sa.Table], connection: sa.Connection) -> list[str]
 
 
 async def survey_database(
-    executor: Executor, *, is_key_database: bool = False, known_ids: Collection[int] = ()
+    executor: Executor, known_ids: Collection[int] = (), *, is_key_database: bool = False
 ) -> Survey:
     """Do the same as `take_survey`; see `run_while_opening`."""
     work = partial(take_survey, known_ids=known_ids)
@@ -291,17 +291,15 @@ async def survey_databases(
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
         data = await survey_database(executors.data)
-        key_survey = await survey_database(
-            executors.keys, is_key_database=True, known_ids=known_ids
-        )
+        key_survey = await survey_database(executors.keys, known_ids, is_key_database=True)
     else:
-        data = key_survey = await survey_database(executors.data, known_ids=known_ids)
+        data = key_survey = await survey_database(executors.data, known_ids)
     ids_differ = data.meta_rows.get(meta.DATABASE_ID) != key_survey.meta_rows.get(meta.DATABASE_ID)
     if ids_differ or _missing_feature_tables(data, key_survey):
         # After this survey of the data database, another process may have created it, `separate`
         # may have replaced the ids in both databases, or a process may have created a table and
         # then added its feature.
-        data = await survey_database(executors.data, known_ids=known_ids)
+        data = await survey_database(executors.data, known_ids)
         key_survey = key_survey if executors.has_key_database else data
     table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
     require_usable(key_survey, table_set, create_tables)
