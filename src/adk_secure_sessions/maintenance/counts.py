@@ -235,10 +235,10 @@ def _count_by_owner(table: SealedTable[Any]) -> sa.Select[Any]:
         elif source is not sessions:
             source = source.outerjoin(sessions, sessions.c.id == source.c.session_row)
         source = source.outerjoin(users, users.c.id == sessions.c.user_row)
-    header = header_column(table.value)
+    header = header_column(table.record_column)
     return sa.select(owner, header, sa.func.count()).select_from(source).group_by(owner, header)
 
 
 # For each table, the column by which it is read in spans, and the query that counts its rows.
-_COUNT_QUERIES = tuple((table.key[0], _count_by_owner(table)) for table in SEALED)
+_COUNT_QUERIES = tuple((table.key_columns[0], _count_by_owner(table)) for table in SEALED)
 _HEADERS = {table: sa.select(table.c.tag, header_column(table.c.state)) for table in (apps, users)}

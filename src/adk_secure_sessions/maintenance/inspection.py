@@ -68,7 +68,11 @@ class RecordHeader(NamedTuple):
 
 _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {
     column.table.name: column
-    for column in (keyring.c.wrapped, data_keys.c.wrapped, *(column.value for column in SEALED))
+    for column in (
+        keyring.c.wrapped,
+        data_keys.c.wrapped,
+        *(column.record_column for column in SEALED),
+    )
 }
 TABLES = tuple(_RECORD_COLUMNS)
 

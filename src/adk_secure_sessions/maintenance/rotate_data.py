@@ -205,7 +205,7 @@ async def _records_of_sessions(
         parameters = {**span.parameters, "user_row": user_row, "wanted_header": wanted_header}
         for table in (_SNAPSHOTS, _EVENTS):
             query = _select_keys_under_other_headers(table)
-            read, key = db.runner.read, table.key
+            read, key = db.runner.read, table.key_columns
             async for sized in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
                 known = [row for row in sized if row[0] in ids_of]
                 for group in grouped(known, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
@@ -224,7 +224,7 @@ async def _witness_records(
 async def _read_by_keys(
     db: Database, table: SealedTable[Any], keys: Iterable[tuple[Any, ...]]
 ) -> list[Any]:
-    rows = await rows_where(db.runner.read, _ROWS[table], table.key, keys)
+    rows = await rows_where(db.runner.read, _ROWS[table], table.key_columns, keys)
     return [table.row_type(*row) for row in rows]
 
 
@@ -435,12 +435,13 @@ _ROWS = {table: sa.select(*table.table.c) for table in SEALED}
 def _select_keys_under_other_headers(table: SealedTable[Any]) -> sa.Select[Any]:
     """Select the primary keys and lengths of a user's records without `wanted_header`."""
     return (
-        sa.select(*table.key, sa.func.length(table.value))
-        .select_from(table.table.join(sessions, sessions.c.id == table.key[0]))
+        sa.select(*table.key_columns, sa.func.length(table.record_column))
+        .select_from(table.table.join(sessions, sessions.c.id == table.key_columns[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
             *Span(0, 0).conditions(sessions.c.id),
-            header_column(table.value) != sa.bindparam("wanted_header", type_=sa.LargeBinary),
+            header_column(table.record_column)
+            != sa.bindparam("wanted_header", type_=sa.LargeBinary),
         )
     )
 
@@ -456,11 +457,11 @@ def _replace_if_unchanged(table: SealedTable[Any]) -> sa.Update:
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)
-        for number, part in enumerate(table.key)
+        for number, part in enumerate(table.key_columns)
     ]
-    if table.version is not None:
-        conditions.append(table.version == sa.bindparam("at_version"))
+    if table.version_column is not None:
+        conditions.append(table.version_column == sa.bindparam("at_version"))
     at_header = sa.bindparam("at_header", type_=sa.LargeBinary)
-    conditions.append(header_column(table.value) == at_header)
-    new = sa.bindparam("new", type_=table.value.type)
-    return sa.update(table.table).where(*conditions).values({table.value: new})
+    conditions.append(header_column(table.record_column) == at_header)
+    new = sa.bindparam("new", type_=table.record_column.type)
+    return sa.update(table.table).where(*conditions).values({table.record_column: new})

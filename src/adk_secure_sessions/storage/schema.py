@@ -346,16 +346,16 @@ def _names(row: Any, prefix: str) -> list[str]:
     return [prefix + name for name in row._fields]
 
 
-# --- sealed columns -------------------------------------------------------------------------------
+# --- sealed tables --------------------------------------------------------------------------------
 
 
 class SealedTable(Generic[R]):
-    """A column that contains records: the last column of its table.
+    """A table whose last column contains records.
 
     A record is bound to its context (docs/format.md, "Contexts"): the kind of the record, ids, the
-    tag if the table has this column, and all integers of the row.  *version* is a column that
-    changes with every write of a row; None for events, which services never change, except for
-    items of a collection.
+    tag if the table has this column, and all integers of the row.  `version_column` changes with
+    every write of a row; it is None for events, which services never change, except for items of a
+    collection.
     """
 
     def __init__(
@@ -367,36 +367,36 @@ class SealedTable(Generic[R]):
         self.row_type: Callable[..., R] = row_type
         self.table: sa.Table = table
         self.name: str = table.name
-        self.value: sa.Column[Any] = columns[-1]
-        self.key: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
-        self.version: sa.Column[Any] | None = table.c[version] if version else None
-        self._version = names.index(version) if version else None
-        self._ids = ids
-        self._tag = names.index("tag") if "tag" in names else None
+        self.record_column: sa.Column[Any] = columns[-1]
+        self.key_columns: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
+        self.version_column: sa.Column[Any] | None = table.c[version] if version else None
+        self._version_at = names.index(version) if version else None
+        self._id_count = ids
+        self._tag_at = names.index("tag") if "tag" in names else None
         numbers = [at for at, one in enumerate(columns) if isinstance(one.type, sa.Integer)]
         # The integers of a row, which are the numbers in its context.  A list comprehension takes
         # 1.0 us for a session instead of 0.4.  For one index, `itemgetter` returns no tuple.
-        self.numbers: Callable[[R], Sequence[int]] = (
+        self.integers_of: Callable[[R], Sequence[int]] = (
             itemgetter(*numbers)
             if len(numbers) > 1
             else itemgetter(slice(numbers[0], numbers[0] + 1))
         )
 
     def key_of(self, row: R) -> tuple[Any, ...]:
-        return row[: len(self.key)]
+        return row[: len(self.key_columns)]
 
     def version_of(self, row: R) -> int:
         """Return the version of *row*; 0 for an event."""
-        return 0 if self._version is None else row[self._version]
+        return 0 if self._version_at is None else row[self._version_at]
 
     def context(self, ids: Sequence[str], row: R) -> bytes:
         """Return the context of *row*; *ids* are the app name, the user id and the session id, or
         as many of them as the record is bound to.
         """
-        parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._ids])
-        if self._tag is not None:
-            parts += (row[self._tag],)
-        return records.context(parts, *self.numbers(row))
+        parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._id_count])
+        if self._tag_at is not None:
+            parts += (row[self._tag_at],)
+        return records.context(parts, *self.integers_of(row))
 
     def with_record(self, row: R, record: bytes) -> R:
         return self.row_type(*row[:-1], record)

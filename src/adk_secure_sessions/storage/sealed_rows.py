@@ -336,7 +336,9 @@ def seal_witness(
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     """Return *session* with a new record in its row."""
     identity = attempt.identity
-    context = records.context_with_prefix(identity.session_prefix, *SESSIONS.numbers(session.row))
+    context = records.context_with_prefix(
+        identity.session_prefix, *SESSIONS.integers_of(session.row)
+    )
     fields = records.join_session(session.head, session.snapshot_link, session.overlay)
     plaintext = join_id(identity.session_id, fields)
     record = attempt.keys.seal(identity.user_tag, context, plaintext)
