@@ -13,7 +13,7 @@ these rules, whose limits and pauses are in `db.protocol.Retries`:
 import asyncio
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -350,7 +350,7 @@ class NeedsDataKey(Exception):
 
 
 @dataclass(eq=False, repr=False)
-class StorageOperation(Generic[T_co]):
+class StorageOperation(ABC, Generic[T_co]):
     """A read or write of the rows of *identity*, for `OperationRunner.run`."""
 
     needs_fresh_keys = False

@@ -103,9 +103,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         self, attempt: Attempt, rows: QueryRows, session: StoredSession
     ) -> list[E]:
         """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
-        decoded, _ = await self._check_and_decode(
-            attempt, rows, session, None, self.limit, self.after
-        )
+        decoded, _ = await self._check_and_decode(attempt, rows, session, None, self.after)
         return decoded
 
     async def _check_and_decode(
@@ -114,16 +112,15 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         rows: QueryRows,
         session: StoredSession,
         cached: CachedEvents | None,
-        limit: int | None = None,
         after: int | None = None,
     ) -> tuple[list[E], int]:
         """Return the decoded events in *rows*, and their size in the cache.
 
-        *rows* has the last *limit* events, or all after those of *cached*.
+        *rows* has the last `limit` events, or all after those of *cached*.
         """
         first = cached.revision if cached else 0
-        if limit is not None:
-            first = max(0, session.row.revision - limit)
+        if cached is None and self.limit is not None:
+            first = max(0, session.row.revision - self.limit)
         sealed_rows.check_events(session, rows.events, first, session.row.revision - 1)
         # If all events were read, no event comes before the first.  Otherwise, the link of the
         # event before the first is not known, and the first event's copy of it is not checked.
@@ -133,8 +130,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         decoded, size, link = await _decode_in_chunks(
             attempt, session, rows.events, link, self.decode, after, measures=self.caches
         )
-        if limit != 0:
-            sealed_rows.check_head(attempt, session, link)
+        sealed_rows.check_head(attempt, session, link)
         return decoded, size
 
     async def _cached_events(
