@@ -25,7 +25,7 @@ from adk_secure_sessions.migration import (
     migrate,
     open_source,
 )
-from adk_secure_sessions.storage.features.imports import MigrationEnd
+from adk_secure_sessions.storage.features.imports import MigrationMark
 from tests.faults import FaultyExecutor, Point, lost
 from tests.maintenance.support import event, query, run_sql
 from tests.migration.memory_source import APP, MemorySource
@@ -242,7 +242,7 @@ async def test_source_that_forbids_the_deletion_is_not_marked_as_erased(
     with pytest.raises(DatabaseError):
         await erased(source_file, target_url)
     async with database(target_url) as db:
-        assert await db.imports.migration_end() is MigrationEnd.COMPLETE
+        assert await db.imports.migration_end() is MigrationMark.COMPLETE
     assert rows(source_file)[0] == 6
 
 
@@ -265,7 +265,7 @@ async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
         faulty_writer(source).after(Point.RUN, write_and_disconnect)
         with pytest.raises(DatabaseError, match="may have been deleted or not"):
             await erase_source(source, db)
-        assert await db.imports.migration_end() is MigrationEnd.SOURCE_ERASED
+        assert await db.imports.migration_end() is MigrationMark.SOURCE_ERASED
     assert rows(source_file)[0] == 2
 
 
@@ -299,7 +299,7 @@ async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_c
         )
     assert rows(source_url) == [4, 6, 1, 2]
     async with database(target_url) as db:
-        assert await db.imports.migration_end() is MigrationEnd.COMPLETE
+        assert await db.imports.migration_end() is MigrationMark.COMPLETE
 
 
 async def test_session_created_again_in_an_erased_source_replaces_nothing(

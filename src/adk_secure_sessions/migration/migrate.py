@@ -280,7 +280,7 @@ class _MigrationRun:
             is_same = is_same_state(state, stored)
             return ImportStatus.NEW if is_same or stored == b"{}" else ImportStatus.SAME_ID
         copy = (await self.target.imports.rows_for([item.ids]))[item.ids]
-        if copy.row.is_tombstone or copy.stored is None:
+        if copy.row.is_tombstone or copy.current_version is None:
             return ImportStatus.DELETED
         can_replace = copy.has_state(stored) and not self.source_is_erased
         return ImportStatus.OUTDATED if can_replace else ImportStatus.CONFLICT

@@ -14,7 +14,7 @@ TABLE: str = table.name
 # The names of the rows.  Rotations add rows whose names begin with ROTATION.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
 FEATURES = "features"  # the list of features
-MIGRATION_MARK = "migration"  # the mark of a migration: see `MigrationEnd`
+MIGRATION_MARK = "migration"  # the mark of a migration: see `MigrationMark`
 SEPARATION = "separation"  # the state of an unfinished run of `separate`
 MOVE = "move"  # the random id of the run of `move_keys` that may write
 ROTATION = "rotation."  # followed by the name of the rotation: its checkpoint

@@ -115,28 +115,28 @@ class ImportMacs(NamedTuple):
 
     keyring: Keyring
 
-    def source(self, tag: bytes, etag: bytes) -> bytes:
+    def source_mac(self, tag: bytes, etag: bytes) -> bytes:
         """Return the value of the column `source`: a MAC of *etag*, bound to *tag*."""
         keyring = self.keyring
         return keyring.index_master.mac("migration source", keyring.database_id, tag, etag)
 
-    def of_state(self, tag: bytes, state: bytes) -> bytes:
+    def state_mac(self, tag: bytes, state: bytes) -> bytes:
         """Return the value of the column `source` for the *state* of a user or an app."""
-        return self.source(tag, canonical(load_state(state)))
+        return self.source_mac(tag, canonical(load_state(state)))
 
-    def row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
+    def build_row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
         parts = (self.keyring.database_id, tag, source)
         mac = self.keyring.index_master.mac("migrated", *parts, numbers=(row_id, number))
         return MigratedRow(tag, row_id, number, source, mac)
 
     def tombstone(self, tag: bytes) -> MigratedRow:
         """Return a row that forbids the import of the session or user with *tag*."""
-        return self.row(tag, TOMBSTONE, 0, _NO_SOURCE)
+        return self.build_row(tag, TOMBSTONE, 0, _NO_SOURCE)
 
     def check(self, row: MigratedRow) -> None:
         """Raise TamperedError if the row was modified, or was written for another database."""
         with locating_errors(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
-            expected = self.row(*row[:4])
+            expected = self.build_row(*row[:4])
             if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
                 raise TamperedError(
                     "its MAC is wrong: it was modified, moved or copied from another database",
@@ -160,18 +160,18 @@ class ImportMacs(NamedTuple):
 class CheckedMigratedRow(NamedTuple):
     """A row of `secure_migrated` whose MAC was checked.
 
-    *stored* is the row id, and the revision or version, that the session, user or app has now; None
-    if it is not stored.  These two numbers were not authenticated.
+    *current_version* is the row id, and the revision or version, that the session, user or app has
+    now; None if it is not stored.  These two numbers were not authenticated.
     """
 
     row: MigratedRow
-    stored: tuple[int, int] | None
+    current_version: tuple[int, int] | None
     macs: ImportMacs
 
     @property
     def is_untouched(self) -> bool:
         """Whether a session is stored and no service has changed it since the import."""
-        return self.stored == (self.row.row_id, self.row.number)
+        return self.current_version == (self.row.row_id, self.row.number)
 
     def status(self, *, is_unchanged: bool) -> ImportStatus:
         """Return the status; *is_unchanged* is whether the source has not changed since the import.
@@ -181,7 +181,7 @@ class CheckedMigratedRow(NamedTuple):
         """
         if self.row.is_tombstone:
             return ImportStatus.DELETED
-        if self.stored is None or self.stored[0] != self.row.row_id:
+        if self.current_version is None or self.current_version[0] != self.row.row_id:
             # A service has deleted the copy, and may have created the session again.  If the source
             # has changed since the import, the service deleted an older version.
             return ImportStatus.DELETED if is_unchanged else ImportStatus.CONFLICT
@@ -189,12 +189,12 @@ class CheckedMigratedRow(NamedTuple):
 
     def has_source(self, source_etag: str) -> bool:
         """Return whether `import_session` has stored the session with this *source_etag*."""
-        source = self.macs.source(self.row.tag, encode_text(source_etag))
+        source = self.macs.source_mac(self.row.tag, encode_text(source_etag))
         return hmac.compare_digest(source, self.row.source)
 
     def has_state(self, state: bytes) -> bool:
         """Return whether *state* (JSON) is the state of the user or app that was imported."""
-        return hmac.compare_digest(self.macs.of_state(self.row.tag, state), self.row.source)
+        return hmac.compare_digest(self.macs.state_mac(self.row.tag, state), self.row.source)
 
 
 @dataclass(eq=False, repr=False)
@@ -202,7 +202,7 @@ class _Import(Write[T]):
     """Base class of the operations that store a session or a state of another database.
 
     With *replace*, they replace what was imported from another version than *source* (see
-    `ImportMacs.source`), if no service has changed it since.
+    `ImportMacs.source_mac`), if no service has changed it since.
     """
 
     audited_as = "import"
@@ -343,7 +343,7 @@ class ImportSession(_Import[ImportStatus]):
         self._possibly_stored[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self.state, head=head)
-        migrated_row = self.macs.row(row.tag, row.id, row.revision, self.source)
+        migrated_row = self.macs.build_row(row.tag, row.id, row.revision, self.source)
         return NewSession.build(attempt, session), migrated_row
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
@@ -386,7 +386,7 @@ class ImportState(_Import[ImportStatus]):
         self, identity: Identity, macs: ImportMacs, state: bytes, *, of_user: bool, replace: bool
     ) -> None:
         self._tag = identity.user_tag if of_user else identity.app_tag
-        super().__init__(identity, macs, macs.of_state(self._tag, state), replace)
+        super().__init__(identity, macs, macs.state_mac(self._tag, state), replace)
         self._state = state
         self.of_user = of_user
 
@@ -412,7 +412,7 @@ class ImportState(_Import[ImportStatus]):
         elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:
             return ImportStatus.SAME_ID
         changed = self._set(app, user, owner_changes)
-        new = self.macs.row(self._tag, changed.row.id, changed.version, self.source)
+        new = self.macs.build_row(self._tag, changed.row.id, changed.version, self.source)
         remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
         yield from apply_changes([*owner_changes.changes, remember])
         return status
@@ -430,7 +430,7 @@ class ImportState(_Import[ImportStatus]):
         return owner_changes.set_state(owner, self._state)
 
     def _source_of(self, owner: Owner) -> bytes:
-        return self.macs.of_state(owner.row.tag, owner.state)
+        return self.macs.state_mac(owner.row.tag, owner.state)
 
 
 @dataclass(eq=False, repr=False)
@@ -479,7 +479,7 @@ def _update(old: MigratedRow, new: MigratedRow) -> Change:
     return Change(sql.UPDATE_MIGRATED, as_parameters(old, "at_") | as_parameters(new))
 
 
-class MigrationEnd(Enum):
+class MigrationMark(Enum):
     """The values of the mark that a migration stores in row `migration` of `secure_meta`."""
 
     COMPLETE = "complete"  # everything was imported
@@ -487,7 +487,7 @@ class MigrationEnd(Enum):
 
     @property
     def source_is_erased(self) -> bool:
-        return self is MigrationEnd.SOURCE_ERASED
+        return self is MigrationMark.SOURCE_ERASED
 
     def mark(self, keyring: Keyring) -> str:
         purpose = "source erased" if self.source_is_erased else "migration complete"
@@ -545,7 +545,7 @@ class Imports:
         macs = await self._macs()
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
-        source = macs.source(identity.session_tag, encode_text(source_etag))
+        source = macs.source_mac(identity.session_tag, encode_text(source_etag))
         operation = ImportSession(identity, macs, source, replace, state, events, times)
         return await self._runner.run(operation)
 
@@ -582,8 +582,8 @@ class Imports:
         of_users = {one: index.tag_of(*one[:2]) for one in wanted if len(one) == 3}
         for one, of_user in (await self._rows_for_tags(users, macs, of_users)).items():
             if of_user.row.is_tombstone:
-                stored = found[one].stored if one in found else None
-                found[one] = of_user._replace(stored=stored)
+                version = found[one].current_version if one in found else None
+                found[one] = of_user._replace(current_version=version)
         return found
 
     async def add_tombstone(
@@ -609,13 +609,13 @@ class Imports:
         SOURCE_ERASED is never replaced here: return False.  Otherwise a later run could delete the
         only copies.
         """
-        end = MigrationEnd.SOURCE_ERASED if source_is_erased else MigrationEnd.COMPLETE
+        end = MigrationMark.SOURCE_ERASED if source_is_erased else MigrationMark.COMPLETE
         await self.feature.ensure()
         keyring = await self._runner.keyring()
 
         def store(connection: sa.Connection) -> bool:
             stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
-            if stored == MigrationEnd.SOURCE_ERASED.mark(keyring):
+            if stored == MigrationMark.SOURCE_ERASED.mark(keyring):
                 return False
             meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
             return True
@@ -626,23 +626,23 @@ class Imports:
         """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.  Return
         whether the mark was changed.
         """
-        old, new = MigrationEnd.COMPLETE, None
+        old, new = MigrationMark.COMPLETE, None
         if source_is_kept:
-            old, new = MigrationEnd.SOURCE_ERASED, old
+            old, new = MigrationMark.SOURCE_ERASED, old
         keyring = await self._runner.keyring()
         if await self.migration_end() is not old:
             return False  # do not begin to write: the account may only be able to read
         marks = old.mark(keyring), new and new.mark(keyring)
         return await self._runner.run_on_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
 
-    async def migration_end(self) -> MigrationEnd | None:
+    async def migration_end(self) -> MigrationMark | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
         keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
         value = await self._runner.run_on_keys(read, commit=False)
         if value is None:
             return None
-        for end in MigrationEnd:
+        for end in MigrationMark:
             if hmac.compare_digest(str(value).encode(), end.mark(keyring).encode()):
                 return end
         raise WrongKeyError(
