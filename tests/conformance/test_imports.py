@@ -138,6 +138,7 @@ async def test_imported_session_is_like_one_that_a_service_wrote(
     await delete(service, found)
     assert await is_clean(db)
     assert await imported(store, state=state, of=past) is ImportStatus.DELETED
+    assert await imported(store, state=state, of=past, version="2") is ImportStatus.CONFLICT
 
 
 async def test_session_is_replaced_only_if_no_service_has_changed_it(

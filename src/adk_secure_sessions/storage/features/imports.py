@@ -211,14 +211,21 @@ class _Import(Write[T]):
     source: bytes
     replace: bool
 
-    def _status(
-        self, table: str, stored: StoredSession | Owner, row: MigratedRow, *, is_untouched: bool
-    ) -> ImportStatus:
-        """Return the status of *stored*, whose import *row* recorded.
+    def _is_unchanged(self, row: MigratedRow) -> bool:
+        return hmac.compare_digest(row.source, self.source)
 
-        Raises TamperedError if the stored row is older than the imported one.
+    def _checked(
+        self,
+        status: ImportStatus,
+        table: str,
+        stored: StoredSession | Owner | None,
+        row: MigratedRow,
+    ) -> ImportStatus:
+        """Return *status*, which an import has without `replace` as a conflict if it is outdated.
+
+        Raises TamperedError if *stored* is older than the session or state that *row* recorded.
         """
-        if stored.row.id == row.row_id and stored.version < row.number:
+        if stored and stored.row.id == row.row_id and stored.version < row.number:
             raise TamperedError(
                 f"its version is {stored.version}, and version {row.number} was imported: an older "
                 "row was replayed",
@@ -226,7 +233,6 @@ class _Import(Write[T]):
                 table,
                 stored.row.id,
             )
-        status = _STATUS[hmac.compare_digest(row.source, self.source), is_untouched]
         if status is ImportStatus.OUTDATED and not self.replace:
             return ImportStatus.CONFLICT
         return status
@@ -273,18 +279,17 @@ class ImportSession(_Import[ImportStatus]):
         if row and row.row_id in self._possibly_stored:
             result: ImportStatus = self._possibly_stored[row.row_id]
             return result
-        if (row and row.is_tombstone) or (of_user and of_user.is_tombstone):
+        if of_user and of_user.is_tombstone:
             return ImportStatus.DELETED
-        if session and user and row:
-            is_untouched = session.id_and_revision == (row.row_id, row.number)
-            status = self._status(sessions.name, session, row, is_untouched=is_untouched)
-            if status.is_due:
+        if row:
+            copy = CheckedMigratedRow(row, session and session.id_and_revision, self.macs)
+            status = copy.status(is_unchanged=self._is_unchanged(row))
+            status = self._checked(status, sessions.name, session, row)
+            if status.is_due and session and user:
                 yield from self._replace_session(attempt, owner_changes, user, session, row)
             return status
         if session:
             return ImportStatus.SAME_ID
-        if row:
-            return ImportStatus.DELETED
         yield from self._create(attempt, owner_changes, app, user)
         return ImportStatus.NEW
 
@@ -406,7 +411,8 @@ class ImportState(_Import[ImportStatus]):
             # Therefore, the states are compared and not the versions.
             is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
             table = users.name if self.of_user else apps.name
-            status = self._status(table, owner, row, is_untouched=is_untouched)
+            status = _STATUS[self._is_unchanged(row), is_untouched]
+            status = self._checked(status, table, owner, row)
             if not status.is_due:
                 return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:
