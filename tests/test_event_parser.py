@@ -44,10 +44,6 @@ def json_of(event: Event) -> bytes:
     return stored[1 + stored[0] :]
 
 
-def test_installed_versions_have_the_faster_parser() -> None:
-    assert create_parser() is not parse_publicly
-
-
 def test_samples_are_parsed_as_by_the_public_call() -> None:
     parser = create_parser()
     samples = {name: make() for name, make in CORPUS.items()} | dict(of_every_field())

@@ -202,14 +202,11 @@ async def test_root_key_listed_first_makes_no_master_keys_of_its_own() -> None:
 
 
 async def test_plaintext_master_key_wraps_no_data_key_of_another_writer() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        clear = NoOpBackend().root_key
-    rows = await made(clear)
-    assert (await opened(rows, ROOT, clear)).wrapping_master_id is None
-    assert (await opened(rows, clear, ROOT)).wrapping_master_id == rows[1].id
+    rows = await made(CLEAR)
+    assert (await opened(rows, ROOT, CLEAR)).wrapping_master_id is None
+    assert (await opened(rows, CLEAR, ROOT)).wrapping_master_id == rows[1].id
     rows.append(await row_of(DATA_MASTER, OTHER, 0))
-    assert (await opened(rows, ROOT, clear, OTHER)).wrapping_master_id == rows[2].id
+    assert (await opened(rows, ROOT, CLEAR, OTHER)).wrapping_master_id == rows[2].id
 
 
 async def test_root_key_that_is_not_listed_is_named() -> None:
@@ -363,16 +360,13 @@ def test_digests_of_master_keys_are_equal_if_their_bytes_are() -> None:
     assert UnwrappedMaster(b"one").digest() != UnwrappedMaster(b"two").digest()
 
 
-@pytest.mark.parametrize("length", [65_536, 65_537])
-async def test_wrapped_key_of_more_than_64_kib_is_not_stored(length: int) -> None:
+async def test_wrapped_key_of_more_than_64_kib_is_not_stored() -> None:
     """Another process would not read it."""
-    root = KeyService(bytes(length))
-    if length == 65_536:
-        assert (await new_master(DATA_MASTER, root, DATABASE, 0))[0].wrapped == bytes(length)
-        return
+    row, _ = await new_master(DATA_MASTER, KeyService(bytes(65_536)), DATABASE, 0)
+    assert row.wrapped == bytes(65_536)
     message = f"root key {ROOT.key_id!r} wraps a master key in more than 65536 bytes"
     with pytest.raises(KeyServiceError, match=message):
-        await new_master(DATA_MASTER, root, DATABASE, 0)
+        await new_master(DATA_MASTER, KeyService(bytes(65_537)), DATABASE, 0)
 
 
 # --- wrapping a master key again -----------------------------------------------------------------
