@@ -165,13 +165,6 @@ def test_damaged_plaintext_is_rejected_or_has_another_content(data: st.DataObjec
     assert outcome(bytes(plaintext)) in (None, Reason.MALFORMED, Reason.UNKNOWN_FLAGS)
 
 
-@pytest.mark.parametrize("value", [1, 2, 4, 0x80])
-def test_wrapped_keys_and_witnesses_have_no_flags(value: int) -> None:
-    with pytest.raises(DecryptionError, match="has no flags") as info:
-        records.reject_flags(bytes([value]) + b"a secret")
-    assert info.value.reason is Reason.UNKNOWN_FLAGS
-
-
 @pytest.mark.parametrize("body", [b"", b"a", b"content"])
 def test_padding_may_be_empty(body: bytes) -> None:
     for zeros in (0, 1, 9):

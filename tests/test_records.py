@@ -196,9 +196,10 @@ def test_plaintext_that_does_not_fit_its_flags_is_malformed(unpack_with: Unpack)
 def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
     assert open_with_flags(stored, CONTEXT, CIPHER, reject_flags) == NO_FLAGS + b"a key"
-    for name in ("compressed", "padded", "both"):
+    packed = [PACKED[name] for name in ("compressed", "padded", "both")]
+    for plaintext in (*packed, b"\x01a key", b"\x02a key", b"\x04a key", b"\x80a key"):
         with pytest.raises(DecryptionError, match="has no flags") as info:
-            open_with_flags(with_flags(PACKED[name]), CONTEXT, CIPHER, reject_flags)
+            open_with_flags(with_flags(plaintext), CONTEXT, CIPHER, reject_flags)
         assert info.value.reason is Reason.UNKNOWN_FLAGS
 
 
