@@ -288,7 +288,8 @@ class _MySql(Dialect):
             yield
             connection.commit()
         finally:
-            connection.execute(sa.select(sa.func.release_lock(name)))
+            if not connection.invalidated:
+                connection.execute(sa.select(sa.func.release_lock(name)))
 
     def locks_per_node(self, connection: sa.Connection) -> bool:
         return connection.exec_driver_sql(_LOCKS_PER_NODE).first() is not None
