@@ -83,7 +83,7 @@ def test_owner_gets_no_key_that_would_not_be_read(
     keys: DatabaseKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = made(keys, 4)
-    monkeypatch.setattr("adk_secure_sessions.keys.data_keys.MAX_KEYS", 104)
+    monkeypatch.setattr("adk_secure_sessions.keys.data_keys.MAX_DATA_KEYS", 104)
     read(keys, rows[:3]).new(ADA)
     with pytest.raises(ConfigurationError, match=r"has 4 data keys.*run `retire`"):
         read(keys, rows).new(ADA)

@@ -207,7 +207,7 @@ def test_page_gives_the_time_of_a_session_that_never_expires() -> None:
 
 def test_page_gives_the_limits_of_keys() -> None:
     listed = {cells[0]: cells[1] for cells in rows(section("Limits"))}
-    assert listed["master keys in the keyring"] == f"{keyring.MAX_ROWS} rows"
+    assert listed["master keys in the keyring"] == f"{keyring.MAX_MASTERS} rows"
     assert listed["generation of a data key"] == "2^62"
     assert data_keys._LAST_GENERATION == 2**62
 

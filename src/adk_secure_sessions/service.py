@@ -419,7 +419,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         user_or_empty = "" if user_id is None else user_id
         check_ids(app_name, user_or_empty)
         identity = await self._runner.identify(app_name, user_or_empty)
-        listing = reads.ListSessions(identity, of_app=user_id is None, skip=self._skips_unreadable)
+        listing = reads.ListSessions(
+            identity, of_app=user_id is None, skips_unreadable=self._skips_unreadable
+        )
         return self._list_response(app_name, await self._runner.run(listing))
 
     @audited_access("sessions.list")
@@ -457,7 +459,11 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above.
         """
         options = page_options(
-            limit, after, order, with_snapshots=include_state, skip=self._skips_unreadable
+            limit,
+            after,
+            order,
+            with_snapshots=include_state,
+            skips_unreadable=self._skips_unreadable,
         )
         page = await self._list(app_name, user_id, options)
         listed = self._to_sessions(app_name, page.items, include_state=include_state)
@@ -503,7 +509,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 time is impossible.
         """
         updated = period(updated_after, updated_before)
-        options = reads.PageOptions(_NO_LIMIT, updated=updated, skip=self._skips_unreadable)
+        options = reads.PageOptions(
+            _NO_LIMIT, updated=updated, skips_unreadable=self._skips_unreadable
+        )
         page = await self._find(app_name, key, value, options)
         return self._list_response(app_name, page.items)
 
@@ -536,7 +544,9 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
         updated = period(updated_after, updated_before)
-        options = page_options(limit, after, order, updated=updated, skip=self._skips_unreadable)
+        options = page_options(
+            limit, after, order, updated=updated, skips_unreadable=self._skips_unreadable
+        )
         page = await self._find(app_name, key, value, options)
         return SessionPage(self._to_sessions(app_name, page.items), position_text(page.next))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import SecureSessionError
-from adk_secure_sessions.keys.keyring import MAX_ROWS
+from adk_secure_sessions.keys.keyring import MAX_MASTERS
 from adk_secure_sessions.maintenance import Check, Database, check, move_keys, separate, status
 from tests.faults import Point, with_faults
 from tests.key_database.support import KEY, OTHER, Pair, create, pair_in, query, run_sql
@@ -98,7 +98,7 @@ async def test_check_rejects_a_wrong_root_key_as_a_service_does(pair: Pair) -> N
 
 
 async def test_check_rejects_too_many_master_keys_as_a_service_does(pair: Pair) -> None:
-    for number in range(MAX_ROWS):
+    for number in range(MAX_MASTERS):
         run_sql(pair.keys, COPIED_KEY, n=number + 1)
     of_service, of_check = await errors(pair)
     assert of_service

@@ -53,8 +53,12 @@ async def test_session_that_is_stored_twice_is_listed_once(
     rows = [row for row in stored.rows() if row[0] != EVENT]
     twice, _ = one_database(*[[*rows, *(row for row in rows if row[0] == SESSION)]] * 2)
     with pytest.raises(TamperedError, match="secure_sessions row 3: it is stored twice"):
-        await ListSessions(WHO, of_app=of_app, skip=False).execute(stored.reading(), twice)
-    views = await ListSessions(WHO, of_app=of_app, skip=True).execute(stored.reading(), twice)
+        await ListSessions(WHO, of_app=of_app, skips_unreadable=False).execute(
+            stored.reading(), twice
+        )
+    views = await ListSessions(WHO, of_app=of_app, skips_unreadable=True).execute(
+        stored.reading(), twice
+    )
     assert [view.session.row.id for view in views] == [3]
     assert len(caplog.records) == 1
 
@@ -64,7 +68,9 @@ async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None
     rows = [(*row[:2], 99, *row[3:]) if row[0] == SESSION else row for row in stored.rows()]
     executors, _ = one_database([row for row in rows if row[0] != EVENT])
     with pytest.raises(TamperedError, match="its user's row was removed"):
-        await ListSessions(WHO, of_app=True, skip=False).execute(stored.reading(), executors)
+        await ListSessions(WHO, of_app=True, skips_unreadable=False).execute(
+            stored.reading(), executors
+        )
 
 
 def test_user_of_another_apps_row_gets_no_session() -> None:

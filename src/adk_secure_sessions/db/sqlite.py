@@ -366,7 +366,7 @@ class FileIdentity:
     """
 
     def __init__(self) -> None:
-        self._checked = 0.0  # when `check_often` has called `check`, in monotonic seconds
+        self._checked = 0.0  # when `check_rate_limited` has called `check`, in monotonic seconds
         # The path, the device and the inode; None if there is no file, or no connection yet.
         self.opened: tuple[bytes, int, int] | None = None
 
@@ -383,7 +383,7 @@ class FileIdentity:
             return  # it is in memory, or a VFS gives it a name that is no path
         self.opened = path, status.st_dev, status.st_ino
 
-    def check_often(self) -> None:
+    def check_rate_limited(self) -> None:
         """Call `check` unless it was called in the last 0.1 s.  A read loses no data meanwhile."""
         if (now := time.monotonic()) > self._checked + 0.1:
             self.check()
@@ -553,7 +553,7 @@ class WorkerThread:
                     if self._writes:
                         self._run_batch(driver, batch)
                     else:
-                        self.file.check_often()
+                        self.file.check_rate_limited()
                         self._run(batch[0], driver)
             except BaseException as error:
                 for job in batch:

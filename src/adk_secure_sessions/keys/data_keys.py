@@ -38,7 +38,7 @@ from adk_secure_sessions.keys.providers import KeyProvider
 # How many data keys of one owner are read for a session or a user, the oldest first: an attacker
 # may have inserted any number.  A rotation adds one.  No data key is created if there are nearly as
 # many, because a later one would not be read.
-MAX_KEYS = 1000
+MAX_DATA_KEYS = 1000
 _KEY_HEADROOM = 100  # which processes may create at the same time
 _LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
@@ -278,7 +278,7 @@ class TransactionKeys:
         master_id = keyring.wrapping_master_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
-        if len(keys.by_id) >= MAX_KEYS - _KEY_HEADROOM:
+        if len(keys.by_id) >= MAX_DATA_KEYS - _KEY_HEADROOM:
             raise ConfigurationError(
                 f"this user or app has {len(keys.by_id)} data keys, and can get no more: run "
                 "`retire`, which deletes those that no record needs"

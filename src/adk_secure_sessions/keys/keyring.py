@@ -26,14 +26,14 @@ from adk_secure_sessions.errors import (
 from adk_secure_sessions.formats.records import context
 from adk_secure_sessions.hiding import HoldsSecrets, without_frames
 from adk_secure_sessions.keys.blind_index import IndexMaster
-from adk_secure_sessions.keys.providers import KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
+from adk_secure_sessions.keys.providers import MAX_KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 DATA_MASTER, INDEX_MASTER = "data", "index"
 # The maximum number of rows of `secure_keyring`.  A rotation of master keys adds one row, and
 # `retire` deletes the rows that are not used any more.
-MAX_ROWS = 64
+MAX_MASTERS = 64
 # The maximum length of a wrapped key, in bytes.  A longer value was tampered with, and is not read.
 MAX_WRAPPED = 65_536
 # How many seconds after a failure of its key service a row is unwrapped again.  Otherwise, an
@@ -136,7 +136,7 @@ class Keyring(HoldsSecrets):
     # The digest of the key of each row that this process has unwrapped, by id, and of the index
     # master by `INDEX_MASTER`.  If such a row changes, it must still hold the same key.
     digests: Mapping[int | str, bytes] = field(default_factory=dict)
-    # The number of stored rows.  Above `MAX_ROWS`, only those that this process knew were loaded.
+    # The number of stored rows.  Above `MAX_MASTERS`, only those that this process knew are loaded.
     row_count: int = 0
     separation: SeparationState | None = field(default=None, init=False)
     # The listed features, and whether the table `secure_audit` exists, when the keyring was read.
@@ -176,9 +176,9 @@ class Keyring(HoldsSecrets):
     def is_current(self, fingerprints: Iterable[MasterFingerprint]) -> bool:
         """Return whether *fingerprints* equal those of the rows that this keyring was read from.
 
-        Also return False at `retry_at`, or if there were more than `MAX_ROWS` rows.
+        Also return False at `retry_at`, or if there were more than `MAX_MASTERS` rows.
         """
-        if self.row_count > MAX_ROWS or time.monotonic() >= self.retry_at:
+        if self.row_count > MAX_MASTERS or time.monotonic() >= self.retry_at:
             return False
         return frozenset(fingerprints) == self._fingerprints
 
@@ -228,13 +228,13 @@ async def rewrap_master_key(
 
 
 def check_row_count(number: int) -> None:
-    """Raise WrongKeyError if *number*, the rows of the keyring, is greater than `MAX_ROWS`.
+    """Raise WrongKeyError if *number*, the rows of the keyring, is greater than `MAX_MASTERS`.
 
     An attacker may have inserted rows, and unwrapping each row would call the key service.
     """
-    if number > MAX_ROWS:
+    if number > MAX_MASTERS:
         raise WrongKeyError(
-            f"secure_keyring has more than {MAX_ROWS} rows, so it was tampered with: restore it "
+            f"secure_keyring has more than {MAX_MASTERS} rows, so it was tampered with: restore it "
             "from a backup, or delete the rows that you did not create"
         )
 
@@ -257,8 +257,8 @@ async def open_keyring(
     and one that it has rejected is neither unwrapped nor logged again.
 
     If *known* is given and *is_service* is True, a row whose key service fails is not used, and is
-    unwrapped again by a call after `RETRY_PAUSE` seconds.  If there are more than `MAX_ROWS` rows
-    (*row_count*), *rows* need only contain the ids that *known* has accepted, and only unchanged
+    unwrapped again by a call after `RETRY_PAUSE` seconds.  If *row_count* is above `MAX_MASTERS`,
+    *rows* need only contain the ids that *known* has accepted, and only unchanged
     rows are used.
 
     An error is raised in any case if the keyring would have no index master or no data master.
@@ -266,15 +266,15 @@ async def open_keyring(
     rows = list(rows)
     row_count = len(rows) if row_count is None else row_count
     builder = _KeyringBuilder(roots, database_id, known, is_service)
-    if row_count > MAX_ROWS:
+    if row_count > MAX_MASTERS:
         rows = [row for row in rows if is_service and builder.is_known(row)]
         if not any(row.purpose == DATA_MASTER for row in rows):
             check_row_count(row_count)
-        if known is not None and known.row_count <= MAX_ROWS:
+        if known is not None and known.row_count <= MAX_MASTERS:
             logger.error(
                 "secure_keyring has more than %d rows, so it was tampered with: this service uses "
                 "only the master keys that it knows; delete the rows that you did not create",
-                MAX_ROWS,
+                MAX_MASTERS,
             )
     sound = builder.sound_rows(rows)
     await in_groups(1, builder.unwrap, [row for row in sound if row.purpose == INDEX_MASTER])
@@ -429,8 +429,8 @@ def _fault(row: MasterKeyRow) -> str | None:
         return "its id is not an integer of 63 bits"
     if not isinstance(purpose, str) or purpose not in (INDEX_MASTER, DATA_MASTER):
         return f"its purpose is neither {INDEX_MASTER!r} nor {DATA_MASTER!r}"
-    if not isinstance(root_key_id, str) or not 0 < len(root_key_id) <= KEY_ID_LENGTH:
-        return f"its root_key_id is not a text of 1 to {KEY_ID_LENGTH} characters"
+    if not isinstance(root_key_id, str) or not 0 < len(root_key_id) <= MAX_KEY_ID_LENGTH:
+        return f"its root_key_id is not a text of 1 to {MAX_KEY_ID_LENGTH} characters"
     if type(created_at) is not int or created_at not in _INTEGERS:
         return "its created_at is not an integer of 63 bits"
     if not isinstance(wrapped, bytes):

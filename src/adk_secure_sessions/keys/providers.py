@@ -22,7 +22,7 @@ from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 
 RAW_KEY_WRAP = b"\x01"
-KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
+MAX_KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
 _STATIC_KEY = "key:"
 PLAINTEXT_ROOT_KEY_ID = "none"  # `NoOpBackend` has no root key and stores master keys as plaintext
 
@@ -70,8 +70,10 @@ class KeyProvider(Protocol):
 
 def check_key_id(key_id: object) -> None:
     """Check the id that a provider other than `StaticKey` gives its root key."""
-    if not (isinstance(key_id, str) and 0 < len(key_id) <= KEY_ID_LENGTH and key_id.isprintable()):
-        raise ConfigurationError(f"a key_id has 1 to {KEY_ID_LENGTH} printable characters")
+    if not (
+        isinstance(key_id, str) and 0 < len(key_id) <= MAX_KEY_ID_LENGTH and key_id.isprintable()
+    ):
+        raise ConfigurationError(f"a key_id has 1 to {MAX_KEY_ID_LENGTH} printable characters")
     if key_id == PLAINTEXT_ROOT_KEY_ID or key_id.startswith(_STATIC_KEY):
         raise ConfigurationError(
             f"the key_id {key_id!r} is reserved for another kind of root key: it must not be "

@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
-from adk_secure_sessions.storage.feature_list import check_features, features_with_mac
+from adk_secure_sessions.storage.feature_list import features_with_mac, load_features
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
@@ -214,7 +214,7 @@ class _Move:
         masters = [_unparked(row) for row in holder.master_rows]
         root_key_id = backends.writing.root_key.key_id
         opened = await open_keyring(masters, backends.roots, root_key_id, holder.existing_id)
-        check_features(holder, opened)
+        load_features(holder, opened)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
             raise _unfinished_opposite(self._source.name)
@@ -235,7 +235,7 @@ class _Move:
         source, target = state.source, state.target
         reject_wrapper(source, "move-keys")
         if self._to_key_db and target.database_id is not None:
-            check_features(target, state.keyring)
+            load_features(target, state.keyring)
             if FeatureName.MOVING not in target.features:
                 raise ConfigurationError(_IN_USE)
             if _is_parked(target):

@@ -16,7 +16,7 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import (
     DATA_MASTER,
-    MAX_ROWS,
+    MAX_MASTERS,
     Keyring,
     MasterKeyRow,
     new_master,
@@ -135,10 +135,10 @@ class _MasterRotationRun(RotationRun):
                 if newest == created:
                     record_new_key(database_id, "data master", newest.id, root_key=root.key_id)
                 return
-            if len(survey.master_rows) >= MAX_ROWS - _HEADROOM:
+            if len(survey.master_rows) >= MAX_MASTERS - _HEADROOM:
                 raise ConfigurationError(
                     f"the keyring has {len(survey.master_rows)} master keys, and a database with "
-                    f"more than {MAX_ROWS} cannot be opened: run `retire`, which deletes those "
+                    f"more than {MAX_MASTERS} cannot be opened: run `retire`, which deletes those "
                     "that wrap no data key; if it keeps them, it says why"
                 )
             if self._dry_run:

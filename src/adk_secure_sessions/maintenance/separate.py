@@ -35,8 +35,8 @@ from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import (
-    check_features,
     features_with_mac,
+    load_features,
     separation_rows,
 )
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
@@ -157,7 +157,7 @@ _NUMBER_OF_OLD_DATA_KEYS = select_count(
 async def _begin(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
     survey, keyring = await db.survey(), await db.keyring()
-    check_features(survey, keyring)  # reject a tampered list: the new list contains its features
+    load_features(survey, keyring)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
     old_id, new_id = keyring.database_id, secrets.token_bytes(16)
     master_ids = frozenset(row.id for row in survey.master_rows if row.purpose == DATA_MASTER)
@@ -191,7 +191,7 @@ async def _finish_ids(db: Database) -> None:
     backends, rows = db.runner.backends, survey.master_rows
     root_key_id = backends.writing.root_key.key_id
     keyring = await open_keyring(rows, backends.roots, root_key_id, survey.existing_id)
-    check_features(survey, keyring)
+    load_features(survey, keyring)
     await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))
 
 
@@ -249,7 +249,7 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
 
 async def _end(db: Database, keyring: Keyring) -> None:
     survey = await db.survey()
-    check_features(survey, keyring)  # reject a tampered list: the new list contains its features
+    load_features(survey, keyring)  # reject a tampered list: the new list contains its features
     if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it
     features = survey.features - {FeatureName.SEPARATING, FeatureName.MIGRATION}

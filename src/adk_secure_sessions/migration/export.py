@@ -281,7 +281,7 @@ class _ExportOfLines(_ExportRun):
         async for ids, state in self._readable_states():
             if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
                 identity = await runner.identify(ids[0], ids[1])
-                options = reads.PageOptions(1, with_snapshots=False, skip=True)
+                options = reads.PageOptions(1, with_snapshots=False, skips_unreadable=True)
                 if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
                     self._result.states += await self._write_line(ids, None)
 

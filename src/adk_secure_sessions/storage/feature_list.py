@@ -43,7 +43,7 @@ def features_with_mac(
     return f"{names} {index_master.mac('features', database_id, names).hex()}"
 
 
-def check_features(survey: Survey, keyring: Keyring) -> None:
+def load_features(survey: Survey, keyring: Keyring) -> None:
     """Authenticate the list and the state of `separate`; set `features`, `separation` and
     `has_audit_table` of *keyring*.
     """

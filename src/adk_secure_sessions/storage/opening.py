@@ -26,7 +26,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.storage import meta, schema
-from adk_secure_sessions.storage.feature_list import REPLACED, check_features, features_with_mac
+from adk_secure_sessions.storage.feature_list import REPLACED, features_with_mac, load_features
 from adk_secure_sessions.storage.features.index_rows import MAX_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, metadata
 from adk_secure_sessions.storage.schema import keyring as keyring_table
@@ -154,7 +154,7 @@ async def _open(
         is_service=is_service,
         row_count=survey.master_row_count,
     )
-    check_features(survey, keyring)
+    load_features(survey, keyring)
     if known is not None:
         keyring.indexed_keys = known.indexed_keys
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who

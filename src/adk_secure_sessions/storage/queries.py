@@ -12,8 +12,13 @@ from typing import Any, Literal, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Row
-from adk_secure_sessions.keys.data_keys import MAX_KEYS, DataKeyRow
-from adk_secure_sessions.keys.keyring import MAX_ROWS, MAX_WRAPPED, MasterFingerprint, MasterKeyRow
+from adk_secure_sessions.keys.data_keys import MAX_DATA_KEYS, DataKeyRow
+from adk_secure_sessions.keys.keyring import (
+    MAX_MASTERS,
+    MAX_WRAPPED,
+    MasterFingerprint,
+    MasterKeyRow,
+)
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     IS_COLLECTION,
@@ -38,13 +43,13 @@ from adk_secure_sessions.storage.schema import (
 )
 
 # How many integers and how many binary values the rows of a read have.
-_NUMBERS, _BLOBS = 8, 3
+_INTEGERS, _BLOBS = 8, 3
 # The positions of an event's values in its row.  Event rows are used as the driver returns them.  A
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
-EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _NUMBERS
+EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _INTEGERS
 # The positions of `last_seq`, and of the `seal` of the version witness, in the row of a session.
-_LAST_SEQ, _SEAL = _NUMBERS, _NUMBERS + _BLOBS
+_LAST_SEQ, _SEAL = _INTEGERS, _INTEGERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 
@@ -112,7 +117,7 @@ class RowKind:
         positions = []
         for column in columns:
             is_integer = isinstance(column.type, sa.Integer)
-            same, before = (self._integers, 0) if is_integer else (self._blobs, _NUMBERS)
+            same, before = (self._integers, 0) if is_integer else (self._blobs, _INTEGERS)
             same.append(column)
             positions.append(before + len(same))
         self.number: int = len(_ROW_MAKERS)
@@ -125,11 +130,11 @@ class RowKind:
         are the SQL expressions of the last integer and the last binary value.
         """
         columns = [sa.literal_column(str(self.number)), *self._integers]
-        columns += [_ZERO] * (1 + _NUMBERS - len(columns))
+        columns += [_ZERO] * (1 + _INTEGERS - len(columns))
         if extra_integer is not None:
-            columns[_NUMBERS] = extra_integer
+            columns[_INTEGERS] = extra_integer
         columns += self._blobs
-        columns += [sa.cast(sa.null(), sa.LargeBinary)] * (1 + _NUMBERS + _BLOBS - len(columns))
+        columns += [sa.cast(sa.null(), sa.LargeBinary)] * (1 + _INTEGERS + _BLOBS - len(columns))
         if extra_blob is not None:
             columns[-1] = extra_blob
         labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
@@ -166,7 +171,7 @@ _WITNESS_OF_APP, _WITNESS_OF_USER, _WITNESS_OF_SESSION = (
 def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
     keys = _KEY_KIND.select(c.owner == owner, *conditions).order_by(c.generation)
-    return _first_subquery(keys, MAX_KEYS, f"keys_of_{owner.key}")
+    return _first_subquery(keys, MAX_DATA_KEYS, f"keys_of_{owner.key}")
 
 
 def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:
@@ -184,7 +189,7 @@ def _first_subquery(query: sa.Select[Any], limit: int, name: str) -> sa.Select[A
 
 
 # To detect a keyring with too many rows, read one row more than a keyring may have.
-_MASTER_ROWS = _first_subquery(_MASTER_KIND.select(), MAX_ROWS + 1, "masters")
+_MASTER_ROWS = _first_subquery(_MASTER_KIND.select(), MAX_MASTERS + 1, "masters")
 _KEYS = (_keys_of(_app_tag), _keys_of(_user_tag), _MASTER_ROWS)
 _APP_AND_USER = (_THE_APP, _THE_USER, _WITNESS_OF_APP, _WITNESS_OF_USER)
 
@@ -469,7 +474,7 @@ _CACHED_ROW_TABLES = {
     "app_witness": witnesses,
     "user_witness": witnesses,
 }
-OWNER_COLUMNS = [
+CACHED_OWNER_PARAMETERS = [
     f"{name}_{one.name}" for name, table in _CACHED_ROW_TABLES.items() for one in table.c
 ]
 INSERT_SESSION_OF_USER = _session_of_user()
@@ -565,7 +570,7 @@ class QueryRows:
         self.last_seqs: dict[int, int] = {}
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
         listed = kinds[_WITNESS_KIND.number]
-        event, session, tag_of_session = _EVENT_KIND.number, _SESSION_KIND.number, 1 + _NUMBERS
+        event, session, tag_of_session = _EVENT_KIND.number, _SESSION_KIND.number, 1 + _INTEGERS
         for row in rows:
             number = row[0]
             if number == event:

@@ -311,12 +311,12 @@ class Listing(StorageOperation[T]):
     lists_expired: ClassVar[bool] = False
 
     of_app: bool = False
-    skip: bool = False
+    skips_unreadable: bool = False
     is_collection: bool = False
     with_snapshots: bool = True
 
     def __post_init__(self) -> None:
-        self.needs_fresh_keys: bool = self.of_app or self.skip
+        self.needs_fresh_keys: bool = self.of_app or self.skips_unreadable
 
     async def _views(
         self, attempt: Attempt, executors: Executors, rows: QueryRows
@@ -376,7 +376,7 @@ class Listing(StorageOperation[T]):
         return owners
 
     def _skip_or_raise(self, attempt: Attempt, error: DecryptionError) -> None:
-        if not self.skip or (
+        if not self.skips_unreadable or (
             isinstance(error, UnknownKeyError) and not attempt.unknown_key_is_final
         ):
             raise error
@@ -417,7 +417,7 @@ class PageOptions(NamedTuple):
     newest: bool = False
     with_snapshots: bool = True
     updated: range | None = None
-    skip: bool = False
+    skips_unreadable: bool = False
 
 
 class ListPage(Listing[PageOfSessions]):
@@ -430,7 +430,12 @@ class ListPage(Listing[PageOfSessions]):
 
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
         snapshots = options.with_snapshots
-        super().__init__(identity, of_app=of_app, skip=options.skip, with_snapshots=snapshots)
+        super().__init__(
+            identity,
+            of_app=of_app,
+            skips_unreadable=options.skips_unreadable,
+            with_snapshots=snapshots,
+        )
         self._options = options
 
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:

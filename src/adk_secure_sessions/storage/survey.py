@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
-from adk_secure_sessions.keys.keyring import MAX_ROWS, MasterKeyRow
+from adk_secure_sessions.keys.keyring import MAX_MASTERS, MasterKeyRow
 from adk_secure_sessions.storage import meta, schema
 from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
@@ -102,7 +102,7 @@ class Survey(NamedTuple):
     *has_adk_tables* is whether tables of ADK exist, or those of adk-secure-sessions 1.x, which have
     the same names.
     *is_used* is whether one of our tables other than `secure_meta` and `secure_keyring` has rows.
-    *master_rows* has at most `MAX_ROWS` + 1 of the *master_row_count* rows of `secure_keyring`.
+    *master_rows* has at most `MAX_MASTERS` + 1 of the *master_row_count* rows of `secure_keyring`.
     """
 
     missing_tables: frozenset[str]
@@ -216,10 +216,10 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
     if not conflicting and keyring in tables:
         # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
         # any number of rows.
-        query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_ROWS + 1)
+        query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_MASTERS + 1)
         masters = [MasterKeyRow(*row) for row in connection.execute(query)]
         number = len(masters)
-        if number > MAX_ROWS:
+        if number > MAX_MASTERS:
             number = connection.scalar(sa.select(sa.func.count()).select_from(keyring)) or number
             if known_ids:
                 rows = connection.execute(query.where(keyring.c.id.in_(list(known_ids))))

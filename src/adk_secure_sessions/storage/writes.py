@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import Apply, Change, Executors, Read, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -273,7 +273,7 @@ class Write(StorageOperation[T]):
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next
     # attempt finds out whether the value is in the database.
-    _possibly_stored: dict[object, Any] = field(default_factory=dict, init=False)
+    _unconfirmed: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt, executors: Executors) -> T:
         locks = attempt.locks_rows or self.locks_rows
@@ -283,10 +283,12 @@ class Write(StorageOperation[T]):
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
+        earlier = len(self._unconfirmed)
         try:
             return await run(transaction, attempt.run_on_commit, in_one_transaction=locks)
-        except CacheMiss:
-            self._possibly_stored.clear()  # only the first attempt uses cached rows
+        except (CacheMiss, Conflict):  # this attempt has changed nothing
+            for value in [*self._unconfirmed][earlier:]:
+                del self._unconfirmed[value]
             raise
 
     def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
@@ -323,10 +325,10 @@ class CreateSession(Write[SessionView]):
         app, user = sealed_rows.open_owners(attempt, rows)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
-        if stored and stored.row.id not in self._possibly_stored:
+        if stored and stored.row.id not in self._unconfirmed:
             raise DuplicateSession(has_expired=stored.has_expired)
         if stored and user and app:  # others may have changed it since
-            sent = self._possibly_stored[stored.row.id]
+            sent = self._unconfirmed[stored.row.id]
             return SessionView(sent, user.user_id, app.state, user.state)
         app = owner_changes.ensure_app(app, self.app_delta)
         changed = owner_changes.ensure_user(user, app.row.id, self.user_delta)
@@ -354,7 +356,7 @@ class CreateSession(Write[SessionView]):
             self.expires_at, b"",
         )  # fmt: skip
         new = NewSession.build(attempt, StoredSession(row, identity.session_id, self.state))
-        self._possibly_stored[row.id] = new.session
+        self._unconfirmed[row.id] = new.session
         return new.session, new.inserts(attempt)
 
 
@@ -415,7 +417,9 @@ def cached_owners(attempt: Attempt) -> CachedOwners | None:
     if not same or not attempt.keys.current_is_as_new_as(identity.user_tag, user.value.row.state):
         return None
     values = app.value.row + user.value.row + app.witness + user.witness
-    return CachedOwners(app.value, user.value, dict(zip(sql.OWNER_COLUMNS, values, strict=True)))
+    return CachedOwners(
+        app.value, user.value, dict(zip(sql.CACHED_OWNER_PARAMETERS, values, strict=True))
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -446,7 +450,7 @@ class AppendEvent(Write[StoredSession]):
         rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
         # With another revision, an earlier attempt may have stored the event.
-        if session.has_expired and (is_expected or not self._possibly_stored):
+        if session.has_expired and (is_expected or not self._unconfirmed):
             raise MissingSession
         if not is_expected:
             return (yield from self._recognize_lost_answer(attempt))
@@ -511,17 +515,17 @@ class AppendEvent(Write[StoredSession]):
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
         )
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
-        self._possibly_stored[event_row.event] = new
+        self._unconfirmed[event_row.event] = new
         attempt.cache_session(new)
         attempt.call_when_committed(partial(self.on_commit, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
-        if self._possibly_stored:
+        if self._unconfirmed:
             where = {"session_row": self.expected.session_row, "v0": self.expected.revision}
             for row in (yield Read(sql.events_at(1), where)):
-                session: StoredSession | None = self._possibly_stored.get(row[EVENT_RECORD])
+                session: StoredSession | None = self._unconfirmed.get(row[EVENT_RECORD])
                 if session:
                     attempt.call_when_committed(partial(self.on_commit, session))
                     return session
@@ -547,9 +551,7 @@ class DeleteSession(Write[bool | None]):
             return True
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
-        if self._possibly_stored and (
-            session is None or session.row.id not in self._possibly_stored
-        ):
+        if self._unconfirmed and (session is None or session.row.id not in self._unconfirmed):
             return True  # by an earlier attempt, whose answer was lost; another session has its id
         if session is None:
             return None
@@ -562,7 +564,7 @@ class DeleteSession(Write[bool | None]):
         """Return the changes that delete *session*, beginning with its row: a concurrent append
         waits for the lock of that row, then finds no row, and adds no event.
         """
-        self._possibly_stored[session.row.id] = True
+        self._unconfirmed[session.row.id] = True
         attempt.call_when_committed(partial(attempt.row_cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})

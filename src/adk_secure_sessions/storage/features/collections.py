@@ -267,7 +267,7 @@ class RewriteItems(Write[StoredSession]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_with_last_event(attempt)
-        if session.row.id in self._possibly_stored:
+        if session.row.id in self._unconfirmed:
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
@@ -279,7 +279,7 @@ class RewriteItems(Write[StoredSession]):
         rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
         witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
         attempt.cache_session(new, witness)
-        self._possibly_stored[new.row.id] = new
+        self._unconfirmed[new.row.id] = new
         yield from apply_changes(replacement_changes(attempt, owner_changes, session, new, witness))
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]

@@ -276,8 +276,8 @@ class ImportSession(_Import[ImportStatus]):
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
         of_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
-        if row and row.row_id in self._possibly_stored:
-            result: ImportStatus = self._possibly_stored[row.row_id]
+        if row and row.row_id in self._unconfirmed:
+            result: ImportStatus = self._unconfirmed[row.row_id]
             return result
         if of_user and of_user.is_tombstone:
             return ImportStatus.DELETED
@@ -345,7 +345,7 @@ class ImportSession(_Import[ImportStatus]):
         tag = self.identity.session_tag
         self._links = links = [new_link() for _ in self.events]
         row = SessionRow(new_row_id(), user_row, tag, len(links), NO_SNAPSHOT, *self.times, b"")
-        self._possibly_stored[row.id] = result
+        self._unconfirmed[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self.state, head=head)
         migrated_row = self.macs.build_row(row.tag, row.id, row.revision, self.source)
