@@ -94,16 +94,10 @@ class FaultyExecutor:
         nth: int | None = 1,
         when: When = lambda step, answer: True,
     ) -> Plan:
-        """Plan *fault* before *point*.
+        """Plan *fault*, an exception to raise or a function (also a coroutine function) to call.
 
-        Args:
-            point: Where.
-            fault: An exception to raise; or a function, or a coroutine function, to call.
-            nth: At which of the times from now on, counted from 1; None: each time.
-            when: Which times count, by what is asked.
-
-        Returns:
-            The plan, which says how often it `happened`.
+        It happens before *point*, the *nth* time from now on (None: each time); *when* says which
+        times count, by what is asked.  The returned plan says how often it `happened`.
         """
         return self._plan(point, fault, nth, when, is_after=False)
 

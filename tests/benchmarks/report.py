@@ -112,14 +112,11 @@ class Report:
         rows: Sequence[object],
         interval: bool = False,
     ) -> str:
-        """Return a Markdown table of figures.
+        """Return a Markdown table of figures, with confidence intervals if *interval* is True.
 
-        Args:
-            first: The heading of the first column, which contains the rows' labels.
-            columns: The heading of each further column, and the name of its figures.  The first
-                `{}` in a name is replaced by the row.
-            rows: The rows.
-            interval: Whether to show confidence intervals.
+        *first* is the heading of the first column, which contains the rows' labels.  *columns* has
+        the heading of each further column, and the name of its figures, in which the first `{}` is
+        replaced by the row.
         """
         show = self.interval if interval else self.text
         cells = [

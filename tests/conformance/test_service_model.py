@@ -96,12 +96,9 @@ either = st.integers(0, 1)
 
 @dataclass(eq=False)
 class StoredSession:
-    """A session in the model.
+    """A session in the model: the *number*-th that was created, with what is stored of its events.
 
-    Attributes:
-        number: The position of its creation among all sessions.
-        state: Its own state, without the keys of the app and the user.
-        events: What is stored of each event.
+    `state` is without the keys of the app and the user.
     """
 
     number: int

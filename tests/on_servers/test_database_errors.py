@@ -28,6 +28,8 @@ from adk_secure_sessions import (
     SecureSessionError,
     maintenance,
 )
+from adk_secure_sessions.db.dialects import dialect_of
+from adk_secure_sessions.db.protocol import Disconnected
 from tests.conformance.services import KEY
 from tests.conformance.support import event
 from tests.drivers import each_driver, on_drivers, server, url
@@ -211,6 +213,21 @@ async def test_permission_denied_by_mariadb(
         assert await provoke_maintenance(reader)
     finally:
         admin(f"DROP USER {user}@localhost")
+
+
+@on_drivers("asyncmy")
+async def test_connection_that_is_lost_while_tables_are_created_is_a_lost_connection(
+    name: str, url: URL, server: Server
+) -> None:
+    def create(connection: sa.Connection) -> None:
+        with dialect_of(connection).exclusively(connection):
+            server.kill(url)
+            connection.exec_driver_sql("SELECT 1")
+
+    async with open_service(name, url) as service:
+        await begin(service)
+        with pytest.raises(Disconnected):
+            await service._runner.executors.data.run_sync(create, commit=True)
 
 
 @pytest.mark.usefixtures("without_pauses")

@@ -219,14 +219,9 @@ def key_rows(rows: Iterable[DataKeyRow], ring: Keyring | None = None) -> list[Ra
 class Stored:
     """The rows of an app (1), a user (2) and a session (3) with *events*, at times 100, 101, ...
 
-    With a *snapshot*, that is the session's state under its overlay.
-
-    Attributes:
-        keys: The data keys of a process that has read none of the rows yet.
-        key_rows: The data keys of the app and of the user, which their rows name.
-        user: The user.
-        session: The session.
-        sealing: An attempt that encrypts rows as the stored ones are encrypted.
+    With a *snapshot*, that is the session's state under its overlay.  `keys` are the data keys of a
+    process that has read none of the rows yet, `key_rows` those that the rows of the app and the
+    user name.  The attempt `sealing` encrypts rows as the stored ones are encrypted.
     """
 
     def __init__(self, *, events: int = 2, snapshot: bytes | None = None) -> None:
