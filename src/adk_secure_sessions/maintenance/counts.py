@@ -206,7 +206,7 @@ async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[
         decrypted = await read_owner_with_tag(db, owner_tag)
     except (WrongKeyError, *ROW_ERRORS):
         return ()
-    return () if decrypted is None else decrypted[1].key_ids
+    return () if decrypted is None else decrypted.owner.key_ids
 
 
 # --- statements that count -----------------------------------------------------------------------

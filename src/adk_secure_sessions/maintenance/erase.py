@@ -198,8 +198,8 @@ class _Deletion:
     def __post_init__(self) -> None:
         self._dialect = dialect_of(self._connection)
         self._has_index = has_table(self._connection, indexed)
-        self._users: set[int] = set()  # row ids, of deleted rows too
-        self._sessions: set[tuple[int, bytes]] = set()  # row ids and tags, of deleted rows too
+        self._user_row_ids: set[int] = set()  # of deleted rows too
+        self._session_ids_and_tags: set[tuple[int, bytes]] = set()  # of deleted rows too
         self._has_deleted_user = False
 
     def run(self, *, dry_run: bool) -> Counter[str]:
@@ -261,18 +261,18 @@ class _Deletion:
         Afterwards, services cannot append events to the locked sessions, and cannot create sessions
         of the user, whose row is deleted.
         """
-        self._users |= self._user_rows()
+        self._user_row_ids |= self._user_rows()
         locked = self._locked_sessions()
-        self._sessions.update(locked)
+        self._session_ids_and_tags.update(locked)
         if self._dry_run:
-            locked = list(self._sessions)  # also count rows of deleted sessions
-        self._delete(users, users.c.id.in_(self._users))
+            locked = list(self._session_ids_and_tags)  # also count rows of deleted sessions
+        self._delete(users, users.c.id.in_(self._user_row_ids))
         self._has_deleted_user |= not self._dry_run and self._counts[users.name] > 0
         self._delete(witnesses, witnesses.c.tag == self._tag)
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
-        if self._has_index and self._users:
-            self._delete(indexed, indexed.c.row_id.in_(map(index_row_id, self._users)))
+        if self._has_index and self._user_row_ids:
+            self._delete(indexed, indexed.c.row_id.in_(map(index_row_id, self._user_row_ids)))
         for start in range(0, len(locked), self._row_ids_per_statement):
             ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
@@ -290,7 +290,7 @@ class _Deletion:
         """
         query = sa.select(users.c.id)
         scalars = self._connection.scalars
-        row_ids = set(scalars(query.where(users.c.tag == self._tag))) or self._users
+        row_ids = set(scalars(query.where(users.c.tag == self._tag))) or self._user_row_ids
         if not row_ids and self._headers:
             row_ids = set(scalars(query.where(header_column(users.c.state).in_(self._headers))))
         return row_ids
@@ -302,8 +302,8 @@ class _Deletion:
         """
         c = sessions.c
         is_of_user: sa.ColumnElement[bool]
-        if self._users:
-            is_of_user = c.user_row.in_(self._users)
+        if self._user_row_ids:
+            is_of_user = c.user_row.in_(self._user_row_ids)
         elif self._headers:
             is_of_user = header_column(c.state).in_(self._headers)
         else:

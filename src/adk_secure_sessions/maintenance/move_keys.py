@@ -126,6 +126,8 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
 
 
 class _Side(NamedTuple):
+    """One of the two databases; `change` runs a function in a transaction there."""
+
     name: KeyPlace
     executor: Executor
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
@@ -140,7 +142,7 @@ class _MoveState(NamedTuple):
     is_switched: bool
     keyring: Keyring
 
-    def authenticated(self, features: frozenset[str]) -> str:
+    def features_text(self, features: frozenset[str]) -> str:
         return features_with_mac(self.keyring.index_master, self.keyring.database_id, features)
 
 
@@ -178,7 +180,7 @@ class _Move:
         if source.format_version is not None:
             await self._source.change(partial(self._delete_source_keys, tables, copy))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
-        features = state.authenticated(target.features - {FeatureName.MOVING})
+        features = state.features_text(target.features - {FeatureName.MOVING})
         await self._target.change(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)
         )
@@ -256,7 +258,7 @@ class _Move:
         source = state.source
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source)
-        moving = state.authenticated(source.features | {FeatureName.MOVING})
+        moving = state.features_text(source.features | {FeatureName.MOVING})
         await self._source.change(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)

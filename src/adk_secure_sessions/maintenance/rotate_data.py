@@ -285,17 +285,17 @@ class DataRotationRun(RotationRun):
             return  # the owner was deleted since its tag was read
         if keys.current(tag) is None and not self._dry_run:
             return  # a rotation for another backend has replaced the new key: `_count_left` counts
-        wanted_header = self._wanted_header(keys, tag)
-        await self._reencrypt(keys, tag, wanted_header, records)
+        wanted_key = self._wanted_key(keys, tag)
+        await self._reencrypt(keys, tag, wanted_key, records)
         if table is _APPS:
             return
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
         # key older than that of the session, so events appended later use the new data key.
-        wanted_header_bytes = build_header(*wanted_header) if wanted_header else b""
+        wanted_header = build_header(*wanted_key) if wanted_key else b""
         async for records in _records_of_sessions(
-            self._db, app_name, row.id, wanted_header_bytes, self._problems
+            self._db, app_name, row.id, wanted_header, self._problems
         ):
-            await self._reencrypt(keys, tag, wanted_header, records)
+            await self._reencrypt(keys, tag, wanted_key, records)
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -314,7 +314,7 @@ class DataRotationRun(RotationRun):
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned))
             await self._db.runner.run_on_keys(lambda connection: connection.execute(query).close())
 
-    def _wanted_header(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:
+    def _wanted_key(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:
         """Return the ids of the backend and the key that the owner's records are to have, or None.
 
         Return None if the current data key is not the newest one, or is older than the rotation, as
@@ -329,10 +329,10 @@ class DataRotationRun(RotationRun):
         self,
         keys: TransactionKeys,
         owner_tag: bytes,
-        wanted_header: tuple[int, int] | None,
+        wanted_key: tuple[int, int] | None,
         records: list[_EncryptedRecord],
     ) -> None:
-        """Re-encrypt those *records* whose headers do not contain *wanted_header* yet.
+        """Re-encrypt those *records* whose headers do not contain *wanted_key* yet.
 
         A record that another process has changed since it was read is left unchanged.  Each
         re-encrypted record is read again before it is counted.
@@ -345,10 +345,7 @@ class DataRotationRun(RotationRun):
             table = record.table
             try:
                 with locating_errors(table.name, record.name):
-                    if (
-                        wanted_header is None
-                        or parse_header_or_none(record.stored) != wanted_header
-                    ):
+                    if wanted_key is None or parse_header_or_none(record.stored) != wanted_key:
                         context = table.context(record.ids, record.row)
                         plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
                         outdated.append((record, context, plaintext))

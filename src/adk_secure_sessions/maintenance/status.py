@@ -1,4 +1,4 @@
-"""Report the keys, records and unfinished rotations of a database; decrypt no record."""
+"""Report the keys, records and unfinished rotations of a database; decrypt few records."""
 
 import time
 from contextlib import suppress

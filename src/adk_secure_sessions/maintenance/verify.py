@@ -128,7 +128,7 @@ async def verify(
             await run.check_session(stored)
     if imports:
         await run.check_imports()
-    await run.load_features()
+    await run.report_unlisted_features()
     await _find_orphans(db, run.problems, *([indexed] if indexed.name in feature_tables else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
@@ -210,7 +210,7 @@ class _Verifier:
             else:
                 self.problems.add_error(error, table.name, row.id)
 
-    async def load_features(self) -> None:
+    async def report_unlisted_features(self) -> None:
         """Report a list that lacks a feature which rows need.
 
         A feature is added before the first row that needs it, so somebody has replayed an older

@@ -215,12 +215,12 @@ class ComparisonRun:
 
     async def _state_reason(self, item: StateItem, state: bytes) -> str:
         """Return why *state* is not equal; empty if it is, or was changed later in the target."""
+        is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
         try:
-            stored = await owner_state(self._db, *item.ids)
+            is_same = is_same_state(state, await owner_state(self._db, *item.ids))
         except ROW_ERRORS as error:
             return undecryptable_reason(error)
-        is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
-        return "" if is_later or is_same_state(state, stored) else _REASONS[item.status]
+        return "" if is_later or is_same else _REASONS[item.status]
 
 
 # --- fields --------------------------------------------------------------------------------------

@@ -115,7 +115,10 @@ class EncryptedSource(Source):
                 for row in rows:
                     try:
                         decrypted = await read_owner(self._db, table, row)
-                        if decrypted is not None and selection.app_name in (None, decrypted[0]):
+                        if decrypted is not None and selection.app_name in (
+                            None,
+                            decrypted.app_name,
+                        ):
                             app_name, owner, _ = decrypted
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
                             with locating_errors(table.name, row.id):
