@@ -542,6 +542,10 @@ async def test_running_service_without_a_data_master_that_is_left_raises() -> No
     moved = [await rewrap_master_key(row, by_id, DATABASE, new_root=OTHER) for row in rows]
     with pytest.raises(WrongKeyError, match=f"is wrapped by root key '{OTHER.key_id}'"):
         await renewed(moved, known, ROOT)
+    down = KeyService(KeyServiceError("down", retryable=True))
+    failing = [row_like(row, root_key_id=down.key_id, wrapped=b"other") for row in rows[1:]]
+    with pytest.raises(KeyServiceError):  # not the junk row, which an attacker may have inserted
+        await renewed([rows[0], row_like(rows[1], id=-5), *failing], known, down)
 
 
 async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:

@@ -258,12 +258,13 @@ def test_number_without_a_json_form_survives_storage(
     assert loaded["b"] == [math.inf, -math.inf]
 
 
-def test_infinity_in_a_model_survives_storage() -> None:
+def test_infinity_in_a_model_and_an_iterator_survive_storage() -> None:
     class Model(BaseModel):
         number: float | None
 
-    state = {"models": [Model(number=math.inf), Model(number=None)]}
-    assert load_state(encode_state(state)) == {"models": [{"number": math.inf}, {"number": None}]}
+    state = {"models": [Model(number=math.inf), Model(number=None)], "ids": iter([1, 2])}
+    models = [{"number": math.inf}, {"number": None}]
+    assert load_state(encode_state(state)) == {"models": models, "ids": [1, 2]}
 
 
 def test_ordinary_state_is_encoded_without_converting_each_value(

@@ -84,7 +84,7 @@ def copy_of(error: E) -> E:
 
     An exception of another package is returned itself, because it may not be possible to copy it.
     """
-    return copy(error) if type(error).__module__ == __name__ else error
+    return copy(error) if type(error).__module__ == __name__ else error.with_traceback(None)
 
 
 def install_command(extra: str) -> str:

@@ -334,10 +334,9 @@ def encode_state(state: JsonObject, prefix: str = "") -> bytes:
     if not state:
         return b"{}"
     try:
-        data = to_json(state, inf_nan_mode="constants")
-        if b"null" in data:  # in the JSON of a model, it may stand for infinity or NaN
-            values = to_jsonable_python(state, inf_nan_mode="constants")
-            data = to_json(values, inf_nan_mode="constants")
+        # In the JSON of a model, `to_json` writes null for infinity and NaN.
+        values = to_jsonable_python(state, inf_nan_mode="constants")
+        data = to_json(values, inf_nan_mode="constants")
     except Exception:  # not chained: the exception's text may contain a value of the state
         data = b""
     if not data or not is_within_limits(data, MAX_STATE_LEVELS):

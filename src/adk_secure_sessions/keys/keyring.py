@@ -285,6 +285,8 @@ async def open_keyring(
     index_master, masters = builder.index_master, builder.data_masters
     if not masters and builder.failure is not None:
         raise builder.failure
+    if not masters and builder.rejection:
+        raise WrongKeyError(builder.rejection)
     if index_master is None or not masters:
         missing = "data" if index_master else "index"
         raise WrongKeyError(
@@ -325,7 +327,8 @@ class _KeyringBuilder:
     data_masters: dict[int, Aes256Gcm] = field(default_factory=dict)
     accepted: dict[int, MasterKeyRow] = field(default_factory=dict)
     unused: dict[MasterKeyRow, float] = field(default_factory=dict)
-    failure: SecureSessionError | None = None  # why the first row is not used
+    failure: SecureSessionError | None = None  # the first failure of a key service
+    rejection: str = ""  # why the first row was rejected
     # The ids of root keys for which a call of the key service has failed temporarily.
     failing: set[str] = field(default_factory=set)
 
@@ -414,7 +417,7 @@ class _KeyringBuilder:
         if self.known is None:
             raise error
         self.unused[row] = math.inf
-        self.failure = self.failure or without_frames(error)
+        self.rejection = self.rejection or str(error)
         if self.unused_before.get(row) != math.inf:
             logger.error("a row of secure_keyring is rejected, and not used: %s", error)
 

@@ -146,13 +146,14 @@ async def erase_user(
     try:
         rows = await run_deletion(db.runner.run_on_data, work, Counter.total)
     except SecureSessionError as error:
-        if dry_run or not executors.has_key_database:
+        if dry_run or not keys.total():
             raise
         # Otherwise, the error reads as if nothing had been deleted.
-        raise SecureSessionError(
+        raise DatabaseError(
             "the user's data keys are deleted, but not the rows, which services reject: "
             f"run the erasure again ({error})",
             retryable=error.retryable,
+            code=getattr(error, "code", None),
         ) from None
     deleted = keys + rows
     obstacle = "nothing was deleted"
