@@ -139,11 +139,9 @@ class Held:
     """A session object of the application, and what the model says about it.
 
     Attributes:
-        session: The object.
         stored: The stored session that it was read from.
         revision: How many events that one had.
-        state: What the object's state must be.
-        events: What its events must be.
+        state, events: What those of the object must be.
         is_marked: Whether it has ADK's marker, which JSON does not keep.
     """
 

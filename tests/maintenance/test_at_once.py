@@ -69,13 +69,10 @@ Run = Callable[[Database, Path], Awaitable[object]]
 
 
 class Command(NamedTuple):
-    """A command, and what is done before it.
+    """A command, which `run` runs with a database, in a directory, after the commands *before*.
 
-    Attributes:
-        run: Runs the command with a database, in a directory.
-        before: Commands that have ended before.
-        world: The databases before the command, if only these are possible.
-        only_reads: Whether it changes nothing, so that two runs cannot meet.
+    *world* are the databases before the command, if only these are possible.  If it *only_reads*,
+    two runs cannot meet.
     """
 
     run: Run

@@ -39,7 +39,6 @@ class Acknowledged:
 
     Attributes:
         steps: How many operations the application has done.
-        ends: Whether the application ends.
         events: The ids of the events of each session, oldest first.
         deleted: The sessions that were deleted, and not created again.
         counters: The latest value of each state key, by user.  `app` is the app.
