@@ -108,7 +108,7 @@ def _parser(validate: Callable[[bytes], list[Event]], otherwise: Parser = parse_
 
     def parse(data: bytes) -> Event:
         # The public call drops some null fields of a `Part`, and the faster parser keeps them.  So
-        # the public call parses all JSON that may contain null.
+        # the public call parses all JSON that may contain null.  Most needs only the first check.
         if b"null" not in data or not may_contain_null(data):
             try:
                 (event,) = validate(b"[" + data + b"]")

@@ -219,11 +219,12 @@ async def purge_blobs(
     # Read the marks again: reading the rows may have taken hours, and a run on another copy of the
     # database may have withdrawn marks since.
     marked_at = await blobs.marks()
-    cutoff = now - older_than.total_seconds()
-    to_delete = [name for name in marks.keys() & marked_at.keys() if marked_at[name] < cutoff]
-    cutoff = now - _MAX_UPLOAD_TIME.total_seconds()
+    marked_before = now - older_than.total_seconds()
+    marked_twice = marks.keys() & marked_at.keys()
+    to_delete = [name for name in marked_twice if marked_at[name] < marked_before]
+    stored_before = now - _MAX_UPLOAD_TIME.total_seconds()
     unmarked = stored.keys() - named - marks.keys()
-    to_mark = [name for name in unmarked if stored[name].modified < cutoff]
+    to_mark = [name for name in unmarked if stored[name].modified < stored_before]
     if not dry_run:
         for name in to_mark:
             await blobs.mark(name)
