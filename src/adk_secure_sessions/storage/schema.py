@@ -24,6 +24,8 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import NO_LINK, encode_part
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH, IndexMaster
+from adk_secure_sessions.keys.data_keys import DataKeyRow
+from adk_secure_sessions.keys.keyring import MasterKeyRow
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
@@ -36,210 +38,6 @@ COLLECTION = -2  # the row is not a session but a collection, which has no state
 INDEX_MARK = 2**63 - 1
 # The `row_id` in rows of `secure_migrated` that forbid an import.
 TOMBSTONE = 0
-
-metadata: sa.MetaData = sa.MetaData()
-
-
-class _LongBlob(sa.LargeBinary):
-    """The type LONGBLOB of MySQL; importing SQLAlchemy's own would import all its dialects of
-    MySQL, which takes 40 ms.
-    """
-
-    __visit_name__ = "LONGBLOB"
-
-
-# MySQL cannot index a BLOB column without a length, and a BLOB of MySQL holds at most 64 KiB.
-_TAG = sa.LargeBinary().with_variant(sa.VARBINARY(TAG_LENGTH), "mysql", "mariadb")
-_RECORD = sa.LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
-# On SQLite, a primary key of type INTEGER is the rowid, by which SQLite stores the row, so it needs
-# no index.  A primary key of type BIGINT would need an index.
-_KEY = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-
-
-def _key_column(name: str) -> sa.Column[int]:
-    return sa.Column(name, _KEY, primary_key=True, autoincrement=False)
-
-
-meta_table: sa.Table = sa.Table(
-    "secure_meta",
-    metadata,
-    sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("value", sa.String(255), nullable=False),
-)
-
-keyring: sa.Table = sa.Table(
-    "secure_keyring",
-    metadata,
-    _key_column("id"),
-    sa.Column("purpose", sa.String(16), nullable=False),
-    sa.Column("root_key_id", sa.String(255), nullable=False),
-    sa.Column("created_at", sa.BigInteger, nullable=False),
-    sa.Column("wrapped", _RECORD, nullable=False),
-)
-
-data_keys: sa.Table = sa.Table(
-    "secure_data_keys",
-    metadata,
-    _key_column("id"),
-    sa.Column("owner", _TAG, nullable=False),
-    sa.Column("generation", sa.BigInteger, nullable=False),
-    sa.Column("backend_id", sa.BigInteger, nullable=False),
-    sa.Column("created_at", sa.BigInteger, nullable=False),
-    sa.Column("wrapped", _RECORD, nullable=False),
-    sa.UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
-)
-
-apps: sa.Table = sa.Table(
-    "secure_apps",
-    metadata,
-    _key_column("id"),
-    sa.Column("tag", _TAG, nullable=False, unique=True),
-    sa.Column("app_name", sa.LargeBinary, nullable=False),  # as UTF-8: any text, without collation
-    sa.Column("version", sa.BigInteger, nullable=False),
-    sa.Column("state", _RECORD, nullable=False),
-)
-
-users: sa.Table = sa.Table(
-    "secure_users",
-    metadata,
-    _key_column("id"),
-    sa.Column("app_row", sa.BigInteger, nullable=False),
-    sa.Column("tag", _TAG, nullable=False, unique=True),
-    sa.Column("version", sa.BigInteger, nullable=False),
-    sa.Column("state", _RECORD, nullable=False),
-    # `id` is the second column so that a page of a listing reads only the rows of the page.
-    sa.Index("ix_secure_users_app_row", "app_row", "id"),
-)
-
-witnesses: sa.Table = sa.Table(
-    "secure_witnesses",
-    metadata,
-    sa.Column("tag", _TAG, primary_key=True),
-    sa.Column("number", sa.BigInteger, nullable=False),
-    sa.Column("seal", _RECORD, nullable=False),
-    sqlite_with_rowid=False,
-)
-
-sessions: sa.Table = sa.Table(
-    "secure_sessions",
-    metadata,
-    _key_column("id"),
-    sa.Column("user_row", sa.BigInteger, nullable=False),
-    sa.Column("tag", _TAG, nullable=False, unique=True),
-    sa.Column("revision", sa.BigInteger, nullable=False),
-    sa.Column("base_revision", sa.BigInteger, nullable=False),
-    sa.Column("created_at", sa.BigInteger, nullable=False),
-    sa.Column("updated_at", sa.BigInteger, nullable=False),
-    sa.Column("expires_at", sa.BigInteger, nullable=False),
-    sa.Column("state", _RECORD, nullable=False),
-    sa.Index("ix_secure_sessions_user_row", "user_row", "id"),
-)
-IS_COLLECTION: sa.ColumnElement[bool] = sessions.c.base_revision == sa.literal_column(
-    str(COLLECTION)
-)
-
-snapshots: sa.Table = sa.Table(
-    "secure_bases",
-    metadata,
-    _key_column("session_row"),
-    sa.Column("revision", sa.BigInteger, nullable=False),
-    sa.Column("state", _RECORD, nullable=False),
-)
-
-events: sa.Table = sa.Table(
-    "secure_events",
-    metadata,
-    _key_column("session_row"),
-    sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("time", sa.BigInteger, nullable=False),
-    sa.Column("event", _RECORD, nullable=False),
-    # Store rows in the order of the key, so that the events of a session are on the same pages:
-    # read from disk, 1000 events of one of 60 sessions take 13 ms instead of 67.  With rowids, an
-    # append would take 8% less time (24% with 5 KB), and events of 3 to 5 KB half the space.
-    sqlite_with_rowid=False,
-)
-
-# The tables of features (see `feature_list`).  They are created when the feature is added, so a
-# database without the feature need not have them.
-feature_metadata: sa.MetaData = sa.MetaData()
-
-migrated: sa.Table = sa.Table(
-    "secure_migrated",
-    feature_metadata,
-    sa.Column("tag", _TAG, primary_key=True),
-    sa.Column("row_id", sa.BigInteger, nullable=False),
-    sa.Column("number", sa.BigInteger, nullable=False),
-    sa.Column("source", _TAG, nullable=False),
-    sa.Column("seal", _TAG, nullable=False),
-    sqlite_with_rowid=False,
-)
-
-audit_records: sa.Table = sa.Table(
-    "secure_audit",
-    feature_metadata,
-    sa.Column("chain", _TAG, primary_key=True),
-    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("time", sa.BigInteger, nullable=False),
-    sa.Column("record", _RECORD, nullable=False),
-    sqlite_with_rowid=False,
-)
-
-# The values of `row_id` are the ids of sessions; -1 - id for the id of a user, so that a user and a
-# session never have the same value; and INDEX_MARK.
-indexed: sa.Table = sa.Table(
-    "secure_state_index",
-    feature_metadata,
-    sa.Column("row_id", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("key_tag", _TAG, primary_key=True),
-    sa.Column("value_tag", _TAG, nullable=False),
-    sa.Index("ix_secure_state_index_value_tag", "value_tag"),
-    sqlite_with_rowid=False,
-)
-
-
-def _store_external(table: sa.Table) -> None:
-    """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""
-    changes = ", ".join(
-        f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
-        for column in table.columns
-        if column.type is _RECORD
-    )
-    if changes:
-        statement = sa.DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
-        sa.event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
-
-
-def _use_transactions(table: sa.Table, connection: sa.Connection, **_: object) -> None:
-    dialect_of(connection).set_storage_engine(table)
-
-
-# `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
-TABLES = tuple(metadata.tables.values())
-KEY_TABLES = (meta_table, keyring, data_keys)
-DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
-
-FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
-
-for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
-    _store_external(_table)
-    sa.event.listen(_table, "before_create", _use_transactions)
-
-_RANDOM_BITS = 21
-_last_row_id = 0
-
-
-def new_row_id() -> int:
-    """Return a row id for a new row: the row's records are bound to it before the row is inserted.
-
-    An id has 42 bits of milliseconds since 1970, so that rows are in order of creation, and 21
-    random bits.  If two processes choose the same id, the database rejects the second row, and the
-    transaction is repeated with a new id.
-    """
-    global _last_row_id
-    fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
-    # No lock, which a forked process could inherit locked: two threads may choose the same id, too.
-    _last_row_id = chosen = max(fresh, _last_row_id + 1)
-    return chosen
 
 
 # --- stored rows ----------------------------------------------------------------------------------
@@ -334,6 +132,183 @@ class IndexedRow(NamedTuple):
     row_id: int
     key_tag: bytes
     value_tag: bytes
+
+
+class AuditRow(NamedTuple):
+    """A row of `secure_audit`."""
+
+    chain: bytes
+    number: int
+    time: int
+    record: bytes
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+metadata: sa.MetaData = sa.MetaData()
+
+
+class _LongBlob(sa.LargeBinary):
+    """The type LONGBLOB of MySQL; importing SQLAlchemy's own would import all its dialects of
+    MySQL, which takes 40 ms.
+    """
+
+    __visit_name__ = "LONGBLOB"
+
+
+# MySQL cannot index a BLOB column without a length, and a BLOB of MySQL holds at most 64 KiB.
+_TAG = sa.LargeBinary().with_variant(sa.VARBINARY(TAG_LENGTH), "mysql", "mariadb")
+_RECORD = sa.LargeBinary().with_variant(_LongBlob(), "mysql", "mariadb")
+# On SQLite, a primary key of type INTEGER is the rowid, by which SQLite stores the row, so it needs
+# no index.  A primary key of type BIGINT would need an index.
+_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# The types of columns by those of fields.
+_TYPES: dict[object, sa.types.TypeEngine[Any]] = {int: sa.BigInteger(), bytes: _RECORD}
+
+
+def _table_of(
+    name: str,
+    row_type: Any,
+    *items: sa.Constraint | sa.Index,
+    key_columns: int = 1,
+    of: sa.MetaData = metadata,
+    **types: sa.types.TypeEngine[Any],
+) -> sa.Table:
+    """Return the table whose columns are the fields of *row_type*; the first are the primary key.
+
+    An integer is a BIGINT, and bytes are a record, unless *types* has another type for the column.
+    """
+    columns = [
+        sa.Column(
+            field,
+            types.get(field) or _TYPES[kind],
+            primary_key=number < key_columns,
+            autoincrement=False,
+            nullable=False,
+        )
+        for number, (field, kind) in enumerate(row_type.__annotations__.items())
+    ]
+    has_rowid = key_columns == 1 and columns[0].type is _ID
+    return sa.Table(name, of, *columns, *items, sqlite_with_rowid=has_rowid)
+
+
+meta_table: sa.Table = sa.Table(
+    "secure_meta",
+    metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("value", sa.String(255), nullable=False),
+)
+keyring: sa.Table = _table_of(
+    "secure_keyring", MasterKeyRow, id=_ID, purpose=sa.String(16), root_key_id=sa.String(255)
+)
+data_keys: sa.Table = _table_of(
+    "secure_data_keys",
+    DataKeyRow,
+    sa.UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
+    id=_ID,
+    owner=_TAG,
+)
+apps: sa.Table = _table_of(
+    "secure_apps",
+    AppRow,
+    sa.UniqueConstraint("tag"),
+    id=_ID,
+    tag=_TAG,
+    app_name=sa.LargeBinary(),  # as UTF-8: any text, without collation
+)
+users: sa.Table = _table_of(
+    "secure_users",
+    UserRow,
+    sa.UniqueConstraint("tag"),
+    # `id` is the second column so that a page of a listing reads only the rows of the page.
+    sa.Index("ix_secure_users_app_row", "app_row", "id"),
+    id=_ID,
+    tag=_TAG,
+)
+witnesses: sa.Table = _table_of("secure_witnesses", WitnessRow, tag=_TAG)
+sessions: sa.Table = _table_of(
+    "secure_sessions",
+    SessionRow,
+    sa.UniqueConstraint("tag"),
+    sa.Index("ix_secure_sessions_user_row", "user_row", "id"),
+    id=_ID,
+    tag=_TAG,
+)
+IS_COLLECTION: sa.ColumnElement[bool] = sessions.c.base_revision == sa.literal_column(
+    str(COLLECTION)
+)
+snapshots: sa.Table = _table_of("secure_bases", SnapshotRow, session_row=_ID)
+# SQLite stores the rows in the order of the key, so that the events of a session are on the same
+# pages: read from disk, 1000 events of one of 60 sessions take 13 ms instead of 67.  With rowids,
+# an append would take 8% less time (24% with 5 KB), and events of 3 to 5 KB half the space.
+events: sa.Table = _table_of("secure_events", EventRow, key_columns=2, session_row=_ID)
+
+# The tables of features (see `feature_list`).  They are created when the feature is added, so a
+# database without the feature need not have them.
+feature_metadata: sa.MetaData = sa.MetaData()
+
+migrated: sa.Table = _table_of(
+    "secure_migrated", MigratedRow, of=feature_metadata, tag=_TAG, source=_TAG, seal=_TAG
+)
+audit_records: sa.Table = _table_of(
+    "secure_audit", AuditRow, of=feature_metadata, key_columns=2, chain=_TAG
+)
+# The values of `row_id` are the ids of sessions; -1 - id for the id of a user, so that a user and a
+# session never have the same value; and INDEX_MARK.
+indexed: sa.Table = _table_of(
+    "secure_state_index",
+    IndexedRow,
+    sa.Index("ix_secure_state_index_value_tag", "value_tag"),
+    of=feature_metadata,
+    key_columns=2,
+    key_tag=_TAG,
+    value_tag=_TAG,
+)
+
+
+def _store_external(table: sa.Table) -> None:
+    """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""
+    changes = ", ".join(
+        f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
+        for column in table.columns
+        if column.type is _RECORD
+    )
+    if changes:
+        statement = sa.DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
+        sa.event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
+
+
+def _use_transactions(table: sa.Table, connection: sa.Connection, **_: object) -> None:
+    dialect_of(connection).set_storage_engine(table)
+
+
+# `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
+TABLES = tuple(metadata.tables.values())
+KEY_TABLES = (meta_table, keyring, data_keys)
+DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_keys))
+
+FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
+
+for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
+    _store_external(_table)
+    sa.event.listen(_table, "before_create", _use_transactions)
+
+_RANDOM_BITS = 21
+_last_row_id = 0
+
+
+def new_row_id() -> int:
+    """Return a row id for a new row: the row's records are bound to it before the row is inserted.
+
+    An id has 42 bits of milliseconds since 1970, so that rows are in order of creation, and 21
+    random bits.  If two processes choose the same id, the database rejects the second row, and the
+    transaction is repeated with a new id.
+    """
+    global _last_row_id
+    fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    # No lock, which a forked process could inherit locked: two threads may choose the same id, too.
+    _last_row_id = chosen = max(fresh, _last_row_id + 1)
+    return chosen
 
 
 def as_parameters(row: tuple[Any, ...], prefix: str = "") -> dict[str, object]:
