@@ -38,7 +38,7 @@ from adk_secure_sessions.integrations.plaintext_guard import (
     plaintext_causes,
     without_evaluations,
 )
-from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES
+from adk_secure_sessions.integrations.plaintext_leaks import EXPORTER, LEAK_CHECKS
 from tests.cli.support import run
 
 with warnings.catch_warnings():  # of an old Python, and of ADK's experimental parts
@@ -254,7 +254,7 @@ def test_register_serves_every_scheme_and_leaves_those_of_adk_alone(registry: An
 
 # --- what the command refuses ---------------------------------------------------------------------
 
-TRACE_VARIABLES = PLACES[EXPORTER].variables
+TRACE_VARIABLES = LEAK_CHECKS[EXPORTER].variables
 ENCRYPTED = f"{SQLITE}?{ENVIRONMENT_KEY}"
 BOTH = {"session_service_uri": ENCRYPTED, "artifact_service_uri": "memory://"}
 

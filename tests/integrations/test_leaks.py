@@ -28,8 +28,8 @@ from google.adk.events.event import Event
 from google.adk.runners import InMemoryRunner, Runner
 from google.genai import types
 
-from adk_secure_sessions.integrations.plaintext_places import (
-    PLACES,
+from adk_secure_sessions.integrations.plaintext_leaks import (
+    LEAK_CHECKS,
     Leak,
     in_environment,
     in_files,
@@ -551,5 +551,5 @@ def test_table_on_the_page_has_the_places_that_are_tried_and_the_remedies_of_the
     page = (DOCS / "adk-plaintext.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     remedies = {row[0].strip("| `"): row[-1].removesuffix(" |") for row in rows}
-    assert set(remedies) >= TRIED >= PLACES.keys()
-    assert {name: place.remedy for name, place in PLACES.items()}.items() <= remedies.items()
+    assert set(remedies) >= TRIED >= LEAK_CHECKS.keys()
+    assert {name: place.remedy for name, place in LEAK_CHECKS.items()}.items() <= remedies.items()

@@ -20,7 +20,12 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.memory_items import EVENTS, Dropped, MemoryItem
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
-from adk_secure_sessions.integrations.memory_index import UserMemory, nfc, words_and_text, words_of
+from adk_secure_sessions.integrations.memory_index import (
+    UserMemory,
+    normalized,
+    query_words,
+    words_and_text,
+)
 from adk_secure_sessions.storage.schema import SessionVersion
 from tests.integrations.memory_support import (
     DIFFERENT,
@@ -145,8 +150,8 @@ def test_runs_of_marks_are_broken(marks: str) -> None:
     """Normalizing a run takes quadratic time: 15 s for 60,000 marks."""
     text = f"cat a{marks} dog"
     assert longest_run(text) >= 1000
-    assert longest_run(nfc(text)) <= 60
-    assert {"cat", "dog"} <= words_of(text) <= words_and_text(text)[0]
+    assert longest_run(normalized(text)) <= 60
+    assert {"cat", "dog"} <= query_words(text) <= words_and_text(text)[0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -155,7 +160,7 @@ def test_words_are_those_of_nfc_unless_a_run_is_long(texts: list[str]) -> None:
     text = "".join(texts)
     if longest_run(text) <= 30:
         words = re.findall(r"\w+", unicodedata.normalize("NFC", text))
-        assert words_of(text) == {word.lower() for word in words}
+        assert query_words(text) == {word.lower() for word in words}
 
 
 def test_every_mark_may_be_part_of_a_long_run() -> None:

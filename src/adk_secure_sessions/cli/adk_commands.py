@@ -15,7 +15,7 @@ import click
 from adk_secure_sessions.cli.config import PREFIX
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors
 from adk_secure_sessions.errors import SecureSessionError
-from adk_secure_sessions.integrations.plaintext_places import EXPORTER, PLACES, PLAINTEXT_KINDS
+from adk_secure_sessions.integrations.plaintext_leaks import EXPORTER, LEAK_CHECKS, PLAINTEXT_KINDS
 
 if TYPE_CHECKING:
     from adk_secure_sessions.service import EncryptedSessionService
@@ -223,7 +223,7 @@ def _ignore_trace_variables() -> None:
     google-adk loads the `.env` files of agents later.  A `.env` file does not replace a variable
     that is already set, and google-adk ignores an empty variable.
     """
-    os.environ.update(dict.fromkeys(PLACES[EXPORTER].variables, ""))
+    os.environ.update(dict.fromkeys(LEAK_CHECKS[EXPORTER].variables, ""))
 
 
 def _reject_evaluations() -> None:

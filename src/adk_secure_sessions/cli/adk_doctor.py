@@ -13,7 +13,12 @@ from adk_secure_sessions.cli.adk_commands import URI_VARIABLE, adk, names_of
 from adk_secure_sessions.cli.output import counted, print_result, table
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.integrations.plaintext_places import PLACES, Leak, Protection, ServiceStore
+from adk_secure_sessions.integrations.plaintext_leaks import (
+    LEAK_CHECKS,
+    Leak,
+    Protection,
+    ServiceStore,
+)
 
 
 @adk.command()
@@ -32,7 +37,7 @@ from adk_secure_sessions.integrations.plaintext_places import PLACES, Leak, Prot
     "--allow",
     metavar="NAMES",
     default="",
-    type=names_of(PLACES),
+    type=names_of(LEAK_CHECKS),
     help="Names of places to leave out, separated by commas, such as eval-sets,logging-plugin.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
@@ -52,7 +57,7 @@ def doctor(
       adk-secure-sessions adk doctor agents \\
           --service_uri 'encrypted+sqlite:///x.db?key=env:NAME&blobs=artifacts'
     """
-    from adk_secure_sessions.integrations import plaintext_guard, plaintext_places
+    from adk_secure_sessions.integrations import plaintext_guard, plaintext_leaks
 
     # Importing agents may print texts.  stdout must contain only the result, which may be JSON.
     with one_line_errors(), contextlib.redirect_stdout(sys.stderr):
@@ -60,14 +65,14 @@ def doctor(
         given = {name: uri or service_uri for name, uri in uris.items()}
         stores = list(plaintext_guard.find_stores(str(agents_dir), given))
         leaks = [
-            plaintext_places.leak("service-uris", f"{store.service}: {store.where}")
+            plaintext_leaks.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores
             if store.protection in (Protection.PLAINTEXT, Protection.UNKNOWN)
         ]
-        settings, notes = plaintext_places.in_environment(os.environ)
-        leaks += [*settings, *plaintext_places.in_files(agents_dir)]
+        settings, notes = plaintext_leaks.in_environment(os.environ)
+        leaks += [*settings, *plaintext_leaks.in_files(agents_dir)]
         for agent in agents.values():
-            leaks += plaintext_places.in_plugins(agent)
+            leaks += plaintext_leaks.in_plugins(agent)
     leaks = [leak for leak in dict.fromkeys(leaks) if leak.name not in allow]
     notes = [leak for leak in notes if leak.name not in allow]
     result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}

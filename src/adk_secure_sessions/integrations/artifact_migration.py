@@ -111,7 +111,7 @@ async def migrate_artifacts(
         DatabaseError: The target raised an error.
         ArtifactStoreError: The store or the source failed.
     """
-    if action == "erase-source" and source.place is None:
+    if action == "erase-source" and source.description is None:
         raise ConfigurationError(
             "the artifacts of a service are not erased here, because versions that were saved "
             "meanwhile would be deleted, too: compare, and then delete them with the service"
@@ -204,8 +204,7 @@ class _ArtifactRun:
             state = (await self.db.imports.rows_for([owner])).get(owner)
             if state is not None and state.row.is_tombstone:
                 return "erased", ""
-            collection = await self.collections.get(address)
-            stored = versions_of(collection) if collection else []
+            stored = versions_of(await self.collections.get(address))
         new = artifact.versions[len(stored) :]
         if new and self.action != "copy":
             return "missing", _NOT_COPIED

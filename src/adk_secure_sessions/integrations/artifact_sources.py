@@ -102,12 +102,12 @@ class SourceArtifact:
 
 @hides_locals
 class ArtifactSource:
-    """The artifacts of one place, in plaintext.
+    """The artifacts that google-adk stores in a directory, a bucket or a service, in plaintext.
 
     A subclass implements `_walk`, which runs in a thread, or overrides `artifacts`.
     """
 
-    place: Description | None = None  # None if artifacts cannot be deleted there
+    description: Description | None = None  # None if artifacts cannot be deleted there
 
     async def artifacts(self) -> AsyncIterator[SourceArtifact]:
         """Yield all artifacts."""
@@ -119,10 +119,10 @@ class ArtifactSource:
         raise NotImplementedError
 
     async def describe(self) -> Description:
-        """Return `place` with the number of its artifacts."""
-        assert self.place is not None
+        """Return `description` with the number of its artifacts."""
+        assert self.description is not None
         count = sum([bool(found.versions) async for found in self.artifacts()])
-        return self.place._replace(item_count=count)
+        return self.description._replace(item_count=count)
 
     async def delete(self, artifact: SourceArtifact) -> None:
         await _in_thread(artifact.delete)
@@ -164,8 +164,7 @@ class FileArtifacts(ArtifactSource):
 
     def __init__(self, root_dir: str | os.PathLike[str]) -> None:
         self._root = Path(root_dir).expanduser().resolve()
-        place = Description(None, str(self._root), 0, None, "directory", "artifact")
-        self.place: Description | None = place
+        self.description = Description(None, str(self._root), 0, None, "directory", "artifact")
         if (self._root / "users").exists():
             raise ConfigurationError(
                 "an older google-adk has stored artifacts in the source, whose directory 'users' "
@@ -295,8 +294,7 @@ class GcsArtifacts(ArtifactSource):
 
     def __init__(self, bucket_name: str, client: Any = None) -> None:
         server, self._bucket_name = "Google Cloud Storage", bucket_name
-        place = Description(server, bucket_name, 0, None, "bucket", "artifact")
-        self.place: Description | None = place
+        self.description = Description(server, bucket_name, 0, None, "bucket", "artifact")
         self._client = _new_client() if client is None else client
 
     def _walk(self) -> Iterator[SourceArtifact]:

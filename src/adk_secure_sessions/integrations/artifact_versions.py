@@ -79,15 +79,16 @@ def parse_name(collection: str) -> tuple[str | None, str] | None:
     return session_id, filename
 
 
-def versions_of(collection: Collection) -> list[Version]:
+def versions_of(collection: Collection | None) -> list[Version]:
     """Return the versions that the items in *collection* describe, in ascending order."""
     latest = {version.number: version for version in _parse_items(collection)}
     return [latest[number] for number in sorted(latest)]
 
 
-def version_count(collection: Collection) -> int:
+def version_count(collection: Collection | None) -> int:
     """Return how many versions the artifact has; *collection* needs at least the last item."""
-    return _parse_items(collection)[-1].version_count if collection.size else 0
+    versions = _parse_items(collection)
+    return versions[-1].version_count if versions else 0
 
 
 class VersionExists(Exception):
@@ -160,8 +161,10 @@ def _parse_blob(values: JsonObject) -> Blob:
     raise ValueError
 
 
-def _parse_items(collection: Collection) -> list[Version]:
+def _parse_items(collection: Collection | None) -> list[Version]:
     """Parse all items in *collection*, and check each item against the item before it."""
+    if collection is None:
+        return []
     first = collection.size - len(collection.items)
     versions: list[Version] = []
     count = None if first else 0  # the first of several last items cannot be checked

@@ -215,8 +215,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
     ) -> list[int]:
         """Return the numbers of all versions; an empty list for an unknown artifact."""
         address = _address(app_name, user_id, filename, session_id)
-        collection = await self._collections.get(address, limit=1)
-        return list(range(version_count(collection))) if collection else []
+        return list(range(version_count(await self._collections.get(address, limit=1))))
 
     @audited_access("artifacts.list")
     async def list_artifact_versions(
@@ -224,8 +223,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
     ) -> list[ArtifactVersion]:
         """Return all versions with their metadata, without contents; [] if there is no artifact."""
         collection = await self._collections.get(_address(app_name, user_id, filename, session_id))
-        versions = versions_of(collection) if collection else []
-        return [_as_artifact_version(version) for version in versions]
+        return [_as_artifact_version(version) for version in versions_of(collection)]
 
     @audited_access("artifacts.list")
     async def get_artifact_version(
@@ -326,8 +324,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             return last
         if not 0 <= number < last.version_count:
             return None
-        collection = await self._collections.get(address)
-        versions = versions_of(collection) if collection else []
+        versions = versions_of(await self._collections.get(address))
         return versions[number] if number < len(versions) else None
 
     async def _load_part(self, version: Version) -> types.Part:

@@ -173,7 +173,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
             # New entries can only be added after the stored ones.  So the kept entries must be the
             # first entries of *wanted*, in the same order; drop all other stored entries.
             for stored in memory.of_scope(scope):
-                if kept < len(wanted) and wanted[kept].is_like(stored):
+                if kept < len(wanted) and wanted[kept].equals_except_metadata(stored):
                     kept += 1
                 else:
                     drop.append(stored)
@@ -253,7 +253,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
             wanted, drop = [], []
             for one in new:
                 entry = stored.get(one.id)
-                if entry and one.is_like(entry) and one.metadata == entry.metadata:
+                if entry and one.equals_except_metadata(entry) and one.metadata == entry.metadata:
                     continue
                 wanted.append(one)
                 drop += [entry] if entry else []
@@ -302,7 +302,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
             return
 
         def plan(memory: UserMemory) -> _PlannedItem | None:
-            entries = memory.with_id(memory_id)
+            entries = [entry for entry in memory.entries.values() if entry.id == memory_id]
             return _plan_item(drop=entries, deleted=[memory_id]) if entries else None
 
         await self._write(app_name, user_id, plan)
@@ -443,7 +443,7 @@ def _plan_item(
     """Return an item with as many entries of *add* as fit into it, and whether these are all."""
     places: dict[int, list[int]] = {}
     for entry in drop:
-        places.setdefault(entry.item, []).append(entry.place)
+        places.setdefault(entry.item_number, []).append(entry.position)
     dropped = {number: Dropped(some, secrets.token_hex(16)) for number, some in places.items()}
     values: list[JsonObject] = []
     size = 0
@@ -469,7 +469,7 @@ async def _rank(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[En
         row = memory.version.session_row
     offered: dict[RankedEntry, tuple[int, Entry]] = {}
     async for key, entry in paced(entries):
-        name = f"{row}.{entry.item}.{entry.place}"
+        name = f"{row}.{entry.item_number}.{entry.position}"
         offered[RankedEntry(name, entry.text(), entry.author, entry.timestamp)] = key, entry
     answer = await ranker.rank(query, list(offered))
     if not isinstance(answer, Sequence) or any(

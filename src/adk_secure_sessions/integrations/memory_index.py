@@ -35,7 +35,7 @@ _WORD = re.compile(r"\w+")
 # Combining marks are neither letters, digits nor white space.  So each run of more than 30 marks
 # contains such a run.  It may also contain other characters, such as punctuation.
 _RUN = re.compile(r"[^\w\s]{30}")
-# COMBINING GRAPHEME JOINER, which is invisible.  `nfc` inserts it into long runs of marks,
+# COMBINING GRAPHEME JOINER, which is invisible.  `normalized` inserts it into long runs of marks,
 # because normalization does not move marks across it.
 _JOINER = "\u034f"
 # If more items are stored than this number plus two for each entry and scope, the memory is
@@ -73,16 +73,20 @@ class Entry:
     content: bytes  # JSON of google-adk's `Content`
     metadata: bytes | None  # JSON
     # The last three fields are set once the entry is stored.
-    item: int = -1  # the number of the item that added the entry
-    place: int = -1  # in the field `add` of that item
+    item_number: int = -1  # of the item that added the entry
+    position: int = -1  # in the field `add` of that item
     written_with: str = ""  # the version of google-adk that wrote the item
 
     @classmethod
-    def stored(cls, values: JsonObject, item: int, place: int, written_with: str) -> "Entry":
+    def from_stored(
+        cls, values: JsonObject, item_number: int, position: int, written_with: str
+    ) -> "Entry":
         content, metadata = json_text.dumps(values["content"]), values.get("metadata")
         author, timestamp = values.get("author"), values.get("timestamp")
         dumped = json_text.dumps(metadata) if metadata else None
-        return cls(values["id"], author, timestamp, content, dumped, item, place, written_with)
+        return cls(
+            values["id"], author, timestamp, content, dumped, item_number, position, written_with
+        )
 
     def values(self) -> JsonObject:
         """Return the JSON object that stores the entry."""
@@ -95,7 +99,7 @@ class Entry:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def is_like(self, stored: "Entry") -> bool:
+    def equals_except_metadata(self, stored: "Entry") -> bool:
         """Return whether *stored* is equal to this entry, whatever their metadata."""
         if (self.id, self.timestamp, self.author) != (stored.id, stored.timestamp, stored.author):
             return False
@@ -111,7 +115,7 @@ class Entry:
         try:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
-            row = f"{session_row}, {self.item}"
+            row = f"{session_row}, {self.item_number}"
             raise unreadable(events.name, row, self.written_with) from None
         timestamp = self.timestamp
         if not isinstance(timestamp, str | None):
@@ -158,7 +162,7 @@ class UserMemory:
         # The texts of the entries by key, in NFC and lower case.  Texts in ASCII are omitted: a
         # search looks into the texts only for words that are not ASCII.
         self._texts: dict[int, str] = {}
-        self._next_entry_number = 0
+        self._entry_numbers = itertools.count()
 
     def has_scope(self, scope: Scope) -> bool:
         return scope in self._scopes
@@ -166,9 +170,6 @@ class UserMemory:
     def of_scope(self, scope: Scope) -> Sequence[Entry]:
         """Return the entries of *scope*, in order of insertion."""
         return list(self._scopes.get(scope, {}).values())
-
-    def with_id(self, entry_id: str) -> list[Entry]:
-        return [entry for entry in self.entries.values() if entry.id == entry_id]
 
     def apply(self, item: MemoryItem, written_with: str) -> None:
         """Apply the next item; *written_with* is the version of google-adk that wrote it."""
@@ -182,13 +183,12 @@ class UserMemory:
             scope = self._scopes.setdefault(item.scope, {})
             numbers = self._scope_numbers
             first = numbers.setdefault(item.scope, len(numbers)) << _SCOPE_SHIFT
-            for place, values in enumerate(item.add):
+            for position, values in enumerate(item.add):
                 if values is None:
                     keys.append(None)
                     continue
-                key = first | self._next_entry_number
-                self._next_entry_number += 1
-                entry = Entry.stored(values, number, place, written_with)
+                key = first | next(self._entry_numbers)
+                entry = Entry.from_stored(values, number, position, written_with)
                 scope[key] = self.entries[key] = entry
                 keys.append(key)
                 self._index(key, text_of(values["content"]))
@@ -242,7 +242,7 @@ class UserMemory:
 
     async def search(self, query: str) -> list[Entry]:
         """Return up to ten entries: those that contain the most words of *query*, best first."""
-        words = words_of(query)
+        words = query_words(query)
         with self.lock:
             texts = list(self._texts.items()) if not query.isascii() else []
         counts: Counter[int] = Counter()
@@ -290,7 +290,7 @@ class UserMemory:
 # --- words, as google-adk splits them ------------------------------------------------------------
 
 
-def nfc(text: str) -> str:
+def normalized(text: str) -> str:
     """Return *text* in NFC, with a joiner after each 30 marks and other characters between words.
 
     Without joiners, `unicodedata.normalize` takes quadratic time: 15 s for 60,000 marks.  The
@@ -301,8 +301,8 @@ def nfc(text: str) -> str:
     return unicodedata.normalize("NFC", _RUN.sub(rf"\g<0>{_JOINER}", text))
 
 
-def words_of(text: str) -> set[str]:
-    return {word.lower() for word in _WORD.findall(nfc(text))}
+def query_words(text: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(normalized(text))}
 
 
 def words_and_text(text: str) -> tuple[set[str], str]:
@@ -311,7 +311,7 @@ def words_and_text(text: str) -> tuple[set[str], str]:
     Japanese and Chinese have no spaces between words.  So if a word mixes Latin and other letters,
     a search also finds each Latin part and each other part of the word.
     """
-    text = nfc(text)
+    text = normalized(text)
     words = {word.lower() for word in _WORD.findall(text)}
     if not text.isascii():
         for word in [word for word in words if not word.isascii()]:

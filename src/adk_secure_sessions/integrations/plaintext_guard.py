@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.integrations import adk
-from adk_secure_sessions.integrations.plaintext_places import (
+from adk_secure_sessions.integrations.plaintext_leaks import (
     EXPORTER,
     PLUGINS,
     Protection,
@@ -112,12 +112,12 @@ def rejection(found: Mapping[str, str]) -> str:
 def guard_registry(registry: Any, allowed: Collection[str]) -> None:
     """Make *registry* reject services that store plaintext, unless their kind is *allowed*."""
     for kind in SERVICES:
-        name = _method(kind)
+        name = _registry_method(kind)
         if kind not in allowed:
             setattr(registry, name, partial(_create_checked, kind, getattr(registry, name)))
 
 
-def _method(kind: str) -> str:
+def _registry_method(kind: str) -> str:
     """Return the name of the method of google-adk's registry that creates a service."""
     return f"create_{URI_ARGUMENTS[kind][0].removesuffix('_uri')}"
 
@@ -154,8 +154,8 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
         if kind in found:
             yield ServiceStore(kind, Protection.PLAINTEXT, found[kind])
         elif uri := uri_of(kind, arguments):
-            create = partial(getattr(get_service_registry(), _method(kind)), agents_dir=agents_dir)
-            yield ServiceStore(kind, *_probe(uri, create))
+            create = getattr(get_service_registry(), _registry_method(kind))
+            yield ServiceStore(kind, *_probe(uri, partial(create, agents_dir=agents_dir)))
         else:
             yield ServiceStore(kind, Protection.NOTHING, "no URI: memory of the process")
 

@@ -1,6 +1,6 @@
-"""The places where `adk doctor` can find user content that google-adk writes as plaintext.
+"""The leaks that `adk doctor` can find: where google-adk writes user content as plaintext.
 
-docs/adk-plaintext.md lists all places, also those that only the application itself can find.
+docs/adk-plaintext.md lists all of them, also those that only the application itself can find.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class LeakCheck(NamedTuple):
-    """What shows that google-adk writes plaintext to a place, and how to prevent that."""
+    """How to detect one way in which google-adk writes plaintext, and how to prevent it."""
 
     remedy: str  # Markdown
     variables: tuple[str, ...] = ()  # of the environment
@@ -20,7 +20,7 @@ class LeakCheck(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """A place that is in use: its name on the page, and the setting, the plugin or the file."""
+    """A leak that was found: its name on the page, and the setting, the plugin or the file."""
 
     name: str
     where: str
@@ -49,7 +49,7 @@ PLAINTEXT_KINDS = ("sessions", "artifacts", "memory", "evaluations", "logs", "pl
 CAPTURE_IN_SPANS = "ADK_CAPTURE_MESSAGE_CONTENT_IN_SPANS"
 EXPORTER = "telemetry-exporter"
 _REMOVE = "Remove the plugin."
-PLACES: Mapping[str, LeakCheck] = {
+LEAK_CHECKS: Mapping[str, LeakCheck] = {
     "span-content": LeakCheck(f"`{CAPTURE_IN_SPANS}=false`"),
     "genai-content": LeakCheck(
         "Do not set `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`. Set "
@@ -64,10 +64,10 @@ PLACES: Mapping[str, LeakCheck] = {
         "`OTEL_SDK_DISABLED=true`. Or use no exporter: do not set `OTEL_EXPORTER_OTLP_ENDPOINT`, "
         "`--otel_to_cloud` or `--trace_to_cloud`.",
         (
-            *(
-                f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT"
-                for kind in ("", "TRACES_", "METRICS_", "LOGS_")
-            ),
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+            "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
             "OTEL_TRACES_EXPORTER",
             "OTEL_LOGS_EXPORTER",
             "GOOGLE_CLOUD_AGENT_ENGINE_ENABLE_TELEMETRY",
@@ -115,11 +115,11 @@ PLACES: Mapping[str, LeakCheck] = {
         contains=b"bigquery_agent_analytics",
     ),
 }
-PLUGINS = {check.plugin: name for name, check in PLACES.items() if check.plugin}
+PLUGINS = {check.plugin: name for name, check in LEAK_CHECKS.items() if check.plugin}
 
 
 def leak(name: str, where: str) -> Leak:
-    return Leak(name, where, PLACES[name].remedy)
+    return Leak(name, where, LEAK_CHECKS[name].remedy)
 
 
 def _is_disabled(environment: Mapping[str, str]) -> bool:
@@ -128,22 +128,22 @@ def _is_disabled(environment: Mapping[str, str]) -> bool:
 
 
 def variables_set(name: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the variables in *environment* that make google-adk write to the place *name*."""
+    """Return the variables in *environment* that cause the leak *name*."""
     if _is_disabled(environment):
         return []
     off = {"", "0", "false", "none", "no_content"}
-    variables = PLACES[name].variables
+    variables = LEAK_CHECKS[name].variables
     return [one for one in variables if environment.get(one, "").strip().lower() not in off]
 
 
 def in_environment(environment: Mapping[str, str]) -> tuple[list[Leak], list[Leak]]:
-    """Return the places that *environment* turns on, and those that are on if traces are exported.
+    """Return the leaks that *environment* causes, and those that it causes if traces are exported.
 
     No variable says whether the application's own code exports traces.
     """
     on = [
         leak(name, f"{variable} is set")
-        for name in PLACES
+        for name in LEAK_CHECKS
         for variable in variables_set(name, environment)
     ]
     spans = [leak("span-content", f"{CAPTURE_IN_SPANS} is not false")]
@@ -165,7 +165,7 @@ def in_files(agents_dir: Path) -> Iterator[Leak]:
     """Yield a leak for each file that google-adk's commands have written; it may be repeated."""
     inside = [one for one in sorted(agents_dir.iterdir()) if one.is_dir()]
     for directory in (agents_dir, *(one for one in inside if one.name[0] not in "._")):
-        for name, check in PLACES.items():
+        for name, check in LEAK_CHECKS.items():
             for path in sorted(path for files in check.files for path in directory.glob(files)):
                 if not path.is_file() or not path.stat().st_size:
                     continue
