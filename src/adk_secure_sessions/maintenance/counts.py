@@ -1,6 +1,6 @@
 """Count rows, and records and data keys by the backend and the key that encrypt them.
 
-The *current* data key of an owner (a user or an app) is the newest one that the owner's row names.
+The *current* data key of an owner (a user or an app) is the one that encrypts the owner's row.
 A *spare* is a data key newer than the current one that no row or record names: with a key database,
 the loser of a race for a new user.  It is kept, because its service may still name it.  After the
 next rotation, it is an older key, which `retire` deletes.
@@ -13,18 +13,13 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.maintenance.row_scan import (
-    header_column,
-    read_owner_with_tag,
-    scan_data_keys,
-)
+from adk_secure_sessions.maintenance.row_scan import header_column, scan_data_keys
 from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -47,7 +42,7 @@ class RecordCount(NamedTuple):
         backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
         newest: How many of these rows name the current data key of their owner (the user or app) in
-            the record's header.  The current data key is the newest one that the owner's row names.
+            the record's header.  The current data key is the one that encrypts the owner's row.
     """
 
     table: str
@@ -166,7 +161,7 @@ class OwnerKeyRows(NamedTuple):
     newer: list[DataKeyRow]
 
 
-def split_at_current(rows: Collection[DataKeyRow], named: Collection[int]) -> OwnerKeyRows:
+def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]) -> OwnerKeyRows:
     """Divide *rows*; the current one is the newest in *named*, or of all if *named* has none."""
     # SQLite stores any type in any column.  A key with a modified generation cannot be unwrapped.
     ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
@@ -176,37 +171,16 @@ def split_at_current(rows: Collection[DataKeyRow], named: Collection[int]) -> Ow
 
 
 async def keys_of_owners(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
-    """Return the data keys of *owners*, by tag.
-
-    If the owner's row is not authentic, the newest data key counts as current.  Without root keys,
-    the data key that encrypts the owner's row does.
-    """
+    """Return the data keys of *owners*, by tag; without a readable row, the newest is current."""
     keys: dict[bytes, list[DataKeyRow]] = {}
     for row in (await db.runner.read_data_keys(owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
-    header_ids: dict[object, int] = {}  # the key ids in the headers of the owners' rows
+    used: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
         for tag, stored in await rows_where(db.runner.read, query, table.c.tag, several):
-            if (parts := parse_header_or_none(stored)) is not None:
-                header_ids[tag] = parts[1]
-    keys_of: dict[object, OwnerKeyRows] = {}
-    for owner, rows in keys.items():
-        keys_of[owner] = split_at_current(rows, ())
-        key_id = header_ids.get(owner)
-        if key_id not in (None, keys_of[owner].current.id):
-            keys_of[owner] = split_at_current(rows, await _named_ids(db, owner, key_id))
-    return keys_of
-
-
-async def _named_ids(db: Database, owner_tag: bytes, key_id: int) -> Collection[int]:
-    if not db.has_root_keys:
-        return [key_id]
-    try:
-        decrypted = await read_owner_with_tag(db, owner_tag)
-    except (WrongKeyError, *ROW_ERRORS):
-        return ()
-    return () if decrypted is None else decrypted.owner.key_ids
+            _, used[tag] = parse_header_or_none(stored) or (None, None)
+    return {owner: split_at_current(rows, [used.get(owner)]) for owner, rows in keys.items()}
 
 
 # --- statements that count -----------------------------------------------------------------------
