@@ -1,7 +1,7 @@
 """The database that a maintenance command works on.  Opening the database does not change it."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -35,8 +35,6 @@ from adk_secure_sessions.storage.survey import FeatureName, Survey, survey_datab
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
-
-T = TypeVar("T")
 
 # A command reads each row once, one owner after another, so larger caches would only take memory.
 _CACHE = Caches(sessions=64, data_keys=64)
@@ -247,23 +245,3 @@ def reject_wrapper(survey: Survey, command: str) -> None:
 
 
 _ANY_RECORD = first_rows(sa.select(audit_records.c.number), 1)
-
-
-async def run_deletion(
-    run_transaction: Callable[[Callable[[sa.Connection], T]], Awaitable[T]],
-    work: Callable[[sa.Connection], T],
-    count_deleted: Callable[[T], int],
-) -> T:
-    """Run *work* with *run_transaction*, and return its result, which says what it deletes.
-
-    If the connection was lost during COMMIT, the attempt may have been committed, and the next one
-    found nothing.  So return the latest result in which *count_deleted* counts deletions.
-    """
-    results: list[T] = []
-
-    def run(connection: sa.Connection) -> T:
-        results.append(work(connection))
-        return results[-1]
-
-    await run_transaction(run)
-    return next((result for result in reversed(results) if count_deleted(result)), results[-1])

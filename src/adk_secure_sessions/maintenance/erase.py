@@ -11,7 +11,7 @@ from adk_secure_sessions.db.dialects import dialect_of, has_table
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import select_count
-from adk_secure_sessions.maintenance.database import Database, run_deletion
+from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by_tag
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
@@ -133,20 +133,22 @@ async def erase_user(
     if was_migrated and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
     headers: set[bytes] = set()
+    deleted: Counter[str] = Counter()
     executors, size = db.runner.executors, db.limits.ids_per_statement
+    has_key_database = executors.has_key_database
 
-    def delete(connection: sa.Connection, **parts: bool) -> Counter[str]:
-        return _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
+    def delete(connection: sa.Connection, **parts: bool) -> None:
+        nonlocal deleted
+        # Keep the larger numbers: if the connection was lost during COMMIT, the attempt may have
+        # been committed, and the next one finds nothing.
+        deleted |= _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
 
-    keys: Counter[str] = Counter()
-    if executors.has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        work = partial(delete, deletes_rows=False)
-        keys = await run_deletion(db.runner.run_on_keys, work, Counter.total)
-    work = partial(delete, deletes_keys=not executors.has_key_database)
+    if has_key_database:  # delete the keys first: then nobody can decrypt the rows
+        await db.runner.run_on_keys(partial(delete, deletes_rows=False))
     try:
-        rows = await run_deletion(db.runner.run_on_data, work, Counter.total)
+        await db.runner.run_on_data(partial(delete, deletes_keys=not has_key_database))
     except SecureSessionError as error:
-        if dry_run or not keys.total():
+        if dry_run or not (has_key_database and deleted[data_keys.name]):
             raise
         # Otherwise, the error reads as if nothing had been deleted.
         raise DatabaseError(
@@ -155,7 +157,6 @@ async def erase_user(
             retryable=error.retryable,
             code=getattr(error, "code", None),
         ) from None
-    deleted = keys + rows
     obstacle = "nothing was deleted"
     if not dry_run:
         empty_caches()
@@ -174,7 +175,7 @@ async def erase_user(
         obstacle=obstacle,
         has_app=has_app,
         was_migrated=was_migrated,
-        keys_were_deleted=executors.has_key_database and not keys.total() and rows.total() > 0,
+        keys_were_deleted=has_key_database and deleted.total() > 0 == deleted[data_keys.name],
     )
 
 

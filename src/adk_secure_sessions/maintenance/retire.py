@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
-from adk_secure_sessions.maintenance.database import Database, reject_wrapper, run_deletion
+from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
@@ -148,9 +148,13 @@ async def retire(
     meter.finish()
     known = (await db.reread_keyring()).rows
     wrapped = await _count_wrapped(db)
-    work = partial(_retire_masters, dry_run, known, wrapped)
-    change = partial(db.runner.run_on_keys, commit=not dry_run)
-    master_decision = await run_deletion(change, work, lambda decision: len(decision.deletable))
+    attempts: list[_KeyDecision[MasterKeyRow]] = []
+
+    def retire_masters(connection: sa.Connection) -> None:
+        attempts.append(_retire_masters(dry_run, known, wrapped, connection))
+
+    await db.runner.run_on_keys(retire_masters, commit=not dry_run)
+    master_decision = _last_deletion(attempts)
     kept.extend(master_decision.kept)
     ids = tuple(row.id for row in master_decision.deletable)
     return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
@@ -181,6 +185,15 @@ class _KeyDecision(NamedTuple, Generic[K]):
     spare: int = 0
 
 
+def _last_deletion(attempts: list[_KeyDecision[K]]) -> _KeyDecision[K]:
+    """Return the last decision that has deleted keys; if there is none, the last one.
+
+    If the connection was lost during COMMIT, the attempt may have been committed, and the next one
+    found nothing.
+    """
+    return next((one for one in reversed(attempts) if one.deletable), attempts[-1])
+
+
 # --- data keys -----------------------------------------------------------------------------------
 
 
@@ -198,7 +211,9 @@ async def _retire_data_keys(
     named_ids, decrypted_headers = decrypted
     has_key_database = db.runner.executors.has_key_database
 
-    def decide_and_delete(connection: sa.Connection) -> _KeyDecision[DataKeyRow]:
+    attempts: list[_KeyDecision[DataKeyRow]] = []
+
+    def decide_and_delete(connection: sa.Connection) -> None:
         """Find the unused keys; delete them, except in a dry run or with a key database."""
         remaining, headers = _lock_and_count(
             owner_tag, rows, dry_run, not has_key_database, connection
@@ -208,13 +223,11 @@ async def _retire_data_keys(
         decision = _select_unused(remaining, named_ids, headers)
         if decision.deletable and not has_key_database and not dry_run:
             _delete_keys(decision.deletable, connection)
-        return decision
+        attempts.append(decision)
 
-    change = partial(db.runner.run_on_data, commit=not dry_run)
+    await db.runner.run_on_data(decide_and_delete, commit=not dry_run)
     # With a key database, nothing is deleted yet: what an earlier attempt has found may be in use.
-    decision: _KeyDecision[DataKeyRow] = await run_deletion(
-        change, decide_and_delete, lambda found: has_key_database or len(found.deletable)
-    )
+    decision = attempts[-1] if has_key_database else _last_deletion(attempts)
     if has_key_database and decision.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
