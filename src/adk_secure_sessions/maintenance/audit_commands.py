@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -124,23 +123,20 @@ async def verify_audit(
         ConfigurationError: The database has no audit trail.
     """
     trail = await _open_checker(db, progress, rows_per_second)
-    logged = _Heads(heads or {}, trail)
-    result = AuditVerification(heads=logged.number if heads else None)
+    result = AuditVerification(heads=trail.read_logs(heads) if heads else None)
     await trail.check_table()
     async for chain, _ in trail.chains():
         bad = trail.problems.count
-        end = await trail.check(chain, heads=logged.links.get(chain, {}))
+        await trail.check(chain)
         result.chains += trail.problems.count == bad
-        if end is not None:
-            logged.ends[chain] = end.number
-    if any(logged.missing(trail.purged_heads)):
+    if any(trail.missing_heads()):
         # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
         later = await _open_checker(db, None, rows_per_second)
         async for chain, _ in later.chains():
             await later.check(chain)
         trail.purged_heads |= later.purged_heads
     await trail.check_purged()
-    for row, detail in logged.missing(trail.purged_heads):
+    for row, detail in trail.missing_heads():
         trail.add_bad(row, Reason.MISSING, detail)
     trail.meter.finish()
     result.records, result.purged = trail.records, len(trail.purged_heads)
@@ -262,6 +258,8 @@ class _TrailChecker:
         self.records = 0
         self.meter = meter
         self._db = db
+        self._logged: dict[bytes, dict[int, bytes]] = {}  # by chain, the links of logged heads
+        self._ends: dict[bytes, int] = {}  # by chain, the number of the last stored record
 
     def add_bad(self, row: str, reason: Reason, detail: str) -> None:
         self.problems.add(audit_records.name, row, reason, detail)
@@ -288,22 +286,22 @@ class _TrailChecker:
         self,
         chain: bytes,
         visit: Callable[[bytes, int, int, dict[str, Any]], None] = lambda *_: None,
-        heads: Mapping[int, bytes] = MappingProxyType({}),
     ) -> _LastRecord | None:
         """Check a chain, and call *visit* with each authentic record, in order.
 
-        The arguments of *visit* are the chain, the number, the time and the fields.  *heads* are
-        the links of some records as they were logged, by number.  Return the last record; None if
-        the chain has no records any more, or no valid id.
+        The arguments of *visit* are the chain, the number, the time and the fields.  Return the
+        last record; None if the chain has no records any more, or no valid id.
         """
         if len(chain) != CHAIN_LENGTH:
             detail = "its chain does not have 16 bytes: it was inserted"
             self.add_bad(chain.hex(), Reason.MALFORMED, detail)
             return None
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
+        logged = self._logged.get(chain, {})
         end: _LastRecord | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
+            self._ends[chain] = number
             expected = 0 if end is None else end.number + 1
             # The link of the record before; None if that record is bad or was removed.
             known = NO_AUDIT_LINK if end is None else end.link
@@ -322,13 +320,41 @@ class _TrailChecker:
                 detail = "it does not follow the record before it, which is from another copy"
                 self.add_bad(row, Reason.MISMATCH, detail)
             end = _LastRecord(number, link_of(context, record))
-            if heads.get(number, end.link) != end.link:
+            if logged.get(number, end.link) != end.link:
                 detail = "it is not the record that was logged: the chain was written again"
                 self.add_bad(row, Reason.MISMATCH, detail)
             self.records += 1
             self._note_purged(fields)
             visit(chain, number, moment, fields)
         return end
+
+    def read_logs(self, logs: Mapping[str, Iterable[str]]) -> int:
+        """Read the heads of this database in audit logs, by name; return their number."""
+        number = 0
+        for name, lines in logs.items():
+            heads = [head for line in lines if (head := _head_in(line, self.keyring.database_id))]
+            number += len(heads)
+            if not heads:
+                detail = f"no line of the log {name!r} is a head of this database"
+                self.add_bad("", Reason.MISSING, detail)
+            for chain, at, link in heads:
+                if self._logged.setdefault(chain, {}).setdefault(at, link) != link:
+                    detail = "two different heads of it were logged: a line was added to a log"
+                    self.add_bad(f"{chain.hex()}, {at}", Reason.MISMATCH, detail)
+        return number
+
+    def missing_heads(self) -> Iterator[tuple[str, str]]:
+        """Yield each logged chain that is neither whole nor purged, and a detail."""
+        for chain, links in self._logged.items():
+            last, length = max(links), self._ends.get(chain, -1) + 1
+            end = self.purged_heads.get(chain)
+            if end and end.number >= last and links.get(end.number, end.link) == end.link:
+                continue
+            if not length:
+                yield chain.hex(), f"the chain, which had {last + 1} records or more, was removed"
+            elif length <= last:
+                detail = f"the records {length} to {last} at the end of the chain were removed"
+                yield f"{chain.hex()}, {length}", detail
 
     async def check_purged(self) -> None:
         query = _STORED_CHAINS, _columns.chain
@@ -363,44 +389,7 @@ async def _open_checker(
     return _TrailChecker(db, keyring, Meter(progress, total, rows_per_second))
 
 
-class _Heads:
-    """The heads in the audit logs; *number* of them are heads of this database."""
-
-    def __init__(self, logs: Mapping[str, Iterable[str]], trail: _TrailChecker) -> None:
-        self.number = 0
-        self._add_bad = trail.add_bad
-        self.links: dict[bytes, dict[int, bytes]] = {}
-        self.ends: dict[bytes, int] = {}  # the number of the last stored record, by chain
-        for name, lines in logs.items():
-            before = self.number
-            for line in lines:
-                head = _head_in(line, trail.keyring.database_id.hex())
-                if head is not None:
-                    self.number += 1
-                    self._add(*head)
-            if self.number == before:
-                detail = f"no line of the log {name!r} is a head of this database"
-                self._add_bad("", Reason.MISSING, detail)
-
-    def _add(self, chain: bytes, number: int, link: bytes) -> None:
-        if self.links.setdefault(chain, {}).setdefault(number, link) != link:
-            detail = "two different heads of it were logged: a line was added to a log"
-            self._add_bad(f"{chain.hex()}, {number}", Reason.MISMATCH, detail)
-
-    def missing(self, purged: dict[bytes, _LastRecord]) -> Iterator[tuple[str, str]]:
-        """Yield each logged chain that is not whole and not listed in *purged*, and a detail."""
-        for chain, links in self.links.items():
-            last, length, end = max(links), self.ends.get(chain, -1) + 1, purged.get(chain)
-            if end and end.number >= last and links.get(end.number, end.link) == end.link:
-                continue
-            if not length:
-                yield chain.hex(), f"the chain, which had {last + 1} records or more, was removed"
-            elif length <= last:
-                detail = f"the records {length} to {last} at the end of the chain were removed"
-                yield f"{chain.hex()}, {length}", detail
-
-
-def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
+def _head_in(line: str, database_id: bytes) -> tuple[bytes, int, bytes] | None:
     """Return the chain, the number and the link in a line of the audit log.
 
     Return None if the line is anything else than the JSON of a head of the database.  Text before
@@ -417,7 +406,7 @@ def _head_in(line: str, database_id: str) -> tuple[bytes, int, bytes] | None:
     # The text of a longer number cannot be made.
     is_number = type(number) is int and 0 <= number <= _MAX_INT64
     has_lengths = (len(chain), len(link)) == (CHAIN_LENGTH, len(NO_AUDIT_LINK))
-    is_head = (event, database) == (_HEAD_EVENT, database_id) and is_number and has_lengths
+    is_head = (event, database) == (_HEAD_EVENT, database_id.hex()) and is_number and has_lengths
     return (chain, number, link) if is_head else None
 
 
