@@ -180,7 +180,7 @@ def verify(
 
             results["blobs"] = call(check_blobs(db, store))
             print_lines(results["blobs"])
-    print_result(results, notes)
+    print_result(results, notes, is_printed=True)
 
 
 @main.group()

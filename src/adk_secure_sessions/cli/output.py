@@ -63,13 +63,15 @@ def print_result(
     notes: Iterable[str] = (),
     *,
     err: bool = False,
+    is_printed: bool = False,
     **more: Result | None,
 ) -> None:
     """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
 
     *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
     *more* adds fields to the JSON object.  The lines of *notes* are printed last.
-    If *err* is True, print to stderr, because stdout has the output of the command.
+    If *err* is True, print to stderr, because stdout has the output of the command.  If
+    *is_printed* is True, `print_lines` has printed the lines of the result.
     """
     metrics.keep_result(result)
     values = [*(result.values() if isinstance(result, dict) else [result]), *more.values()]
@@ -81,7 +83,7 @@ def print_result(
             json.dumps(mode | to_json_value(more) | to_json_value(result), indent=2), err=err
         )
     else:
-        for part in parts:
+        for part in [] if is_printed else parts:
             print_lines(part, err=err)
         for line in notes:
             click.echo(escape_controls(line), err=err)
@@ -90,14 +92,12 @@ def print_result(
 
 
 def print_lines(result: Result | None, *, err: bool = False) -> None:
-    """Print the lines of *result*, except with --json, and only once.
+    """Print the lines of *result*, except with --json.
 
     A command with several steps does this after each step, because the next one may fail.
     """
-    printed: list[Result] = click.get_current_context().meta.setdefault(__name__, [])
-    if result is None or option_value("as_json") or any(result is one for one in printed):
+    if result is None or option_value("as_json"):
         return
-    printed.append(result)
     for line in result.lines(bool(option_value("dry_run"))):
         click.echo(escape_controls(line), err=err)
 

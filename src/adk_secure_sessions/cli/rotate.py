@@ -139,7 +139,7 @@ def _rotate(
                 retirement = call(retiring)
             print_lines(retirement)
             last = notes.retirement_notes(retirement)
-    print_result(result, last, retirement=retirement)
+    print_result(result, last, is_printed=True, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
