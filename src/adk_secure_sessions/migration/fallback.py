@@ -212,19 +212,14 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             return await listing()
         # Read the source first.  If a session is copied after that, both listings contain it.
         source_sessions = await self._sessions_of(app_name, user_id)
-        users: set[str] = set()
-        while True:
-            copy_runs = self._state_copies
+        state_copies, response = self._state_copies, await listing()
+        users = {session.user_id for session in response.sessions}
+        users |= {session.user_id for session in source_sessions}
+        await self._copy_states(app_name, *users)
+        # `migrate` copies states after sessions.  If a state was not copied when the database was
+        # read, the listing lacks it: list the sessions again.
+        if self._state_copies != state_copies:
             response = await listing()
-            new = {session.user_id for session in response.sessions}
-            new |= {session.user_id for session in source_sessions}
-            new -= users
-            await self._copy_states(app_name, *new)
-            # `migrate` copies states after sessions.  If a state was not copied when the database
-            # was read, the listing lacks it: list the sessions again.
-            if not new or self._state_copies == copy_runs:
-                break
-            users |= new
         known = {(session.app_name, session.user_id, session.id) for session in response.sessions}
         left = [session for session in source_sessions if session.ids not in known]
         stored = {}
