@@ -1,4 +1,4 @@
-"""Report the keys, records and unfinished rotations of a database; decrypt few records."""
+"""Report the keys, records and unfinished rotations of a database; decrypt no record."""
 
 import time
 from contextlib import suppress
@@ -170,8 +170,7 @@ async def status(
     Args:
         db: The database.  If *db* has a backend, the result also tells which master keys can be
             unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
-            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).  If
-            an owner has spare data keys, its row is decrypted to find the current data key.
+            tells whether the mark that ends a migration is authentic (see `MigrationStatus`).
     """
     survey = await db.survey()
     masters = [await _master(db, row, survey.existing_id) for row in survey.master_rows]
