@@ -12,7 +12,6 @@ from adk_secure_sessions.migration.encrypted_source import owner_state, session_
 from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import (
     CONFLICT_REASONS,
-    GONE_REASON,
     DigestSet,
     SessionItem,
     SourceScan,
@@ -134,13 +133,10 @@ class ComparisonRun:
             result.changed += 1
             tag = self.scan.tag(changed.ids, has_ids=changed.has_ids)
             self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *changed.ids)
-        async for ids, tag, copy in self.scan.gone_copies():
-            if isinstance(copy, Unreadable):
-                result.different += 1
-                self._findings.add(tag, copy.reason, *ids)
-            else:
-                result.changed += 1
-                self._findings.add(tag, GONE_REASON, *ids)
+        async for ids, tag, reason, row in self.scan.gone_copies():
+            result.different += row is None
+            result.changed += row is not None
+            self._findings.add(tag, reason, *ids)
         self._meter.finish()
         result.clean = result.succeeded
         is_whole = self._selection == EVERYTHING and self._source.has_all_apps
@@ -161,6 +157,7 @@ class ComparisonRun:
             if reread is None:
                 return
             item, reason = reread, await self._reason(reread)
+        self.scan.visited.add(item.session)
         self._result.sessions += 1
         if not isinstance(item.content, SessionContent):
             self._result.bad += 1

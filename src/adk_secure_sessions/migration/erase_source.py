@@ -139,7 +139,7 @@ def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connec
     """Lock the tables, and return whether all sessions and states were compared in this version."""
     with dialect_of(connection).decoding(connection, bytes):
         queries.lock(connection)
-        if not all(map(run.scan.has_visited, queries.session_versions(connection))):
+        if not all(session in run.scan.visited for session in queries.session_versions(connection)):
             return False
         for rows in queries.all_states(connection):
             for ids, state in queries.convert_states(rows).items():

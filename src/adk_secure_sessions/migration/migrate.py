@@ -16,7 +16,6 @@ from adk_secure_sessions.migration.encrypted_source import owner_state, session_
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.source_scan import (
     CONFLICT_REASONS,
-    GONE_REASON,
     SessionItem,
     SourceItem,
     SourceScan,
@@ -210,6 +209,7 @@ class _MigrationRun:
             await in_groups(number, self._copy_state, batch)
 
     async def _copy_session(self, item: SessionItem) -> None:
+        self.scan.visited.add(item.session)
         status, content = item.status, item.content
         if isinstance(content, SessionContent):
             content = content.with_lifetime(self.lifetime)
@@ -299,20 +299,20 @@ class _MigrationRun:
                 "of them: nothing was deleted; check the root keys and the backends of the source, "
                 "or omit --delete-gone (delete_gone)"
             )
-        async for ids, tag, copy in self.scan.gone_copies():
-            if isinstance(copy, Unreadable):
+        async for ids, tag, reason, row in self.scan.gone_copies():
+            if row is None:
                 self.result.bad += 1
-                self.findings.add(tag, copy.reason, *ids)
+                self.findings.add(tag, reason, *ids)
                 continue
-            if delete and not self.scan.listed_versions:
+            if delete and not self.scan.visited:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"
                 )
-            if delete and self.writes and not await self._delete(ids, copy):
+            if delete and self.writes and not await self._delete(ids, row):
                 continue
             self.result.gone += 1
-            self.findings.add(tag, GONE_REASON, *ids)
+            self.findings.add(tag, reason, *ids)
 
     async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -62,6 +62,19 @@ class SessionItem(SourceItem[SessionContent]):
 StateItem = SourceItem[bytes]
 
 
+class GoneCopy(NamedTuple):
+    """A copied session that the source no longer lists, and the reason to report it.
+
+    If the target cannot decrypt its ids, *row* is None, and the table and row take the place of the
+    session id.
+    """
+
+    ids: tuple[str, str, str]
+    tag: bytes
+    reason: str
+    row: MigratedRow | None = None
+
+
 @dataclass(repr=False, eq=False)
 class SourceScan:
     """Yields the sessions of a source, its states, and what has changed in it during the scan.
@@ -81,11 +94,10 @@ class SourceScan:
     statuses_to_read: Collection[ImportStatus] = tuple(ImportStatus)
 
     def __post_init__(self) -> None:
-        self.listed_versions: DigestSet = DigestSet()
+        # The versions that the caller has processed.  A version that was listed, but had no content
+        # when it was read, is none of them: a replica that lagged behind may list it again.
+        self.visited: DigestSet = DigestSet()
         self._tags = DigestSet()  # of the sessions that were listed first
-        # Versions that were listed but had no content when they were read.  If such a version is
-        # listed again, for example by a replica that lagged behind, it has not been visited.
-        self._unread: set[SourceSession] = set()
         self._unseen_copies: dict[bytes, int] = {}
         # The apps whose copies may be gone.  The copies of other apps are those of another source.
         self._app_names = {self.selection.app_name} - {None}
@@ -99,8 +111,6 @@ class SourceScan:
     async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for listed in self._listed():
-            for session in listed:
-                self.listed_versions.add(session)
             items = await self._session_items(listed)
             for item in items:
                 self._tags.add((item.tag,))
@@ -132,10 +142,6 @@ class SourceScan:
         assert item.content is not None
         return (await self._state_items({item.ids: item.content}))[0]
 
-    def has_visited(self, session: SourceSession) -> bool:
-        """Return whether the scan has yielded this version of a session."""
-        return session in self.listed_versions and session not in self._unread
-
     async def changed_or_new(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_unseen_copies()
@@ -143,20 +149,17 @@ class SourceScan:
             for session in listed:
                 if self._unseen_copies:
                     self._unseen_copies.pop(self.tag(session.ids), None)
-                if not self.has_visited(session):
+                if session not in self.visited:
                     yield session
 
-    async def gone_copies(
-        self,
-    ) -> AsyncIterator[tuple[tuple[str, str, str], bytes, MigratedRow | Unreadable]]:
-        """Yield each copy whose session the source no longer lists: its ids, its tag, its row.
+    async def gone_copies(self) -> AsyncIterator[GoneCopy]:
+        """Yield each copy whose session the source no longer lists.
 
         Only copies of apps that the source has now count.  If it has none and reads all apps, the
         copies of every app count, and the caller decides whether it is the wrong source.  Copies
         that were continued or have expired are left out: the source may not list an expired
         session.  Nothing is yielded with `since`, after a comparison has ended the migration, or
-        if ids of the source cannot be decrypted.  If the target cannot decrypt the ids of a copy,
-        the table and row take the place of the session id.
+        if ids of the source cannot be decrypted.
         """
         has_apps = bool(self._app_names)
         if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
@@ -165,7 +168,7 @@ class SourceScan:
             for found in await sessions_in_rows(self.target, [row]):
                 if isinstance(found.ids_or_error, Exception):
                     ids = ("", "", f"{sessions.name} row {row}")
-                    yield ids, tag, Unreadable(undecryptable_reason(found.ids_or_error))
+                    yield GoneCopy(ids, tag, undecryptable_reason(found.ids_or_error))
                     continue
                 ids = found.ids_or_error
                 has_expired = found.row.expires_at <= time_now()
@@ -174,7 +177,7 @@ class SourceScan:
                     continue
                 copy = (await self.target.imports.rows_for([ids])).get(ids)
                 if copy and copy.is_untouched:
-                    yield ids, tag, copy.row
+                    yield GoneCopy(ids, tag, GONE_REASON, copy.row)
 
     async def _find_unseen_copies(self) -> None:
         """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
@@ -226,14 +229,8 @@ class SourceScan:
 
     async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:
         contents = await self.source.read([item.session for item in items])
-        filled = []
-        for item in items:
-            content = contents.get(item.session)
-            if content is None:
-                self._unread.add(item.session)
-            else:
-                filled.append(replace(item, content=content))
-        return filled
+        read = ((item, contents.get(item.session)) for item in items)
+        return [replace(item, content=content) for item, content in read if content is not None]
 
 
 _TAGS = sa.select(sessions.c.tag)
