@@ -157,11 +157,9 @@ class Report:
         rows = []
         for what, steps in _SIZES.items():
             for step in steps:
-                cells = []
-                for database in ("sqlite", "postgresql", "mariadb"):
-                    name = f"limits/{database}/{what}/{step}"
-                    cells.append(f"{self.number(name)} ({self.number(f'{name}, CPU')})")
-                rows.append([f"{what}: {step}", *cells])
+                databases = ("sqlite", "postgresql", "mariadb")
+                names = (f"limits/{database}/{what}/{step}" for database in databases)
+                rows.append([f"{what}: {step}", *map(self.number, names)])
             name = f"limits/sqlite/{what}/read, memory"
             rows.append([f"{what}: peak memory of a read", self.number(name), "", ""])
         return markdown_table(["", "SQLite", "PostgreSQL", "MariaDB"], rows)
