@@ -748,6 +748,11 @@ def key_insertion(keys: TransactionKeys, row: DataKeyRow) -> list[Change]:
     return [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
 
 
+def insertion_changes(statement: sa.Insert, rows: Sequence[Parameters]) -> list[Change]:
+    """Return the changes that insert *rows*, and do not check whether they are inserted."""
+    return [Change(statement, {}, must_match_one_row=False, rows=rows)] if rows else []
+
+
 def apply_changes(changes: Sequence[Change]) -> Steps[None]:
     if not (yield Apply(changes)):
         raise Conflict

@@ -7,7 +7,7 @@ rows are decrypted.  `OwnerChanges` makes the changes of apps and users.
 """
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -31,8 +31,10 @@ from adk_secure_sessions.storage.operation_runner import (
     NeedsDataKey,
     StorageOperation,
     apply_changes,
+    insertion_changes,
     key_insertion,
 )
+from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.queries import EVENT_RECORD, QueryRows, QueryVariants
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -52,11 +54,14 @@ from adk_secure_sessions.storage.schema import (
 
 T = TypeVar("T")
 Changes = list[Change]
+NewItem = tuple[bytes, int]  # the plaintext and the time (microseconds UTC) of an event
 
 # In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
 # large.
 OVERLAY_LIMIT = 8 * 1024
+# One request inserts at most this many events and bytes.  A larger event is inserted alone.
+_EVENTS_AT_ONCE, _BYTES_AT_ONCE = 5000, 4 * 1024 * 1024
 
 
 class DuplicateSession(Exception):
@@ -120,7 +125,7 @@ class OwnerChanges:
         user = self._insert(row, identity.user_id, delta)
         entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
         row_id = index_rows.index_row_id(user.row.id)
-        self.changes += index_rows.insertion_changes(row_id, entries)
+        self.changes += index_rows.new_row_changes(row_id, entries)
         return user
 
     def change_user(self, user: Owner, delta: JsonObject, *stored: bytes) -> Owner:
@@ -384,7 +389,7 @@ class NewSession(NamedTuple):
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_keys:
             entries = index_rows.entries(attempt, "", load_state(state))
-            rest += index_rows.insertion_changes(session.row.id, entries)
+            rest += index_rows.new_row_changes(session.row.id, entries)
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
@@ -618,13 +623,44 @@ def replacement_changes(
     attempt: Attempt,
     owner_changes: OwnerChanges,
     old: StoredSession,
-    new: StoredSession,
-    witness: WitnessRow,
+    new: NewSession,
 ) -> Changes:
-    """Return the changes that replace *old*, its events and its snapshot by *new* and *witness*."""
-    row = Change(sql.REPLACE_SESSION, as_parameters(old.row, "at_") | as_parameters(new.row))
-    of_witness = _witness_change(old.row.id, witness)
-    return [row, *owner_changes.changes, of_witness, *_deletions_by_id(attempt, old)]
+    """Return the changes that replace *old*, its events and its snapshot by *new*."""
+    values = as_parameters(old.row, "at_") | as_parameters(new.session.row)
+    row, witness = Change(sql.REPLACE_SESSION, values), _witness_change(old.row.id, new.witness)
+    deletions = _deletions_by_id(attempt, old)
+    return [row, *owner_changes.changes, witness, *deletions, *new.other_inserts]
+
+
+def event_groups(events: Iterable[NewItem]) -> list[list[NewItem]]:
+    """Divide *events* into groups, each of which one request can insert."""
+    return list(grouped(events, lambda one: len(one[0]), _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
+
+
+def apply_with_events(
+    attempt: Attempt,
+    changes: Changes,
+    session_row: int,
+    groups: Iterable[list[NewItem]],
+    links: Sequence[bytes],
+) -> Steps[bool]:
+    """Apply *changes* and insert the first of *groups*, then each further group, as all events of a
+    session with these *links*; return False if the first change matched no row.
+    """
+    first = 0
+    for group in groups or [[]]:
+        previous = links[first - 1] if first else NO_LINK
+        own_links = links[first : first + len(group)]
+        sealed = sealed_rows.seal_events(attempt, session_row, first, group, own_links, previous)
+        rows = [as_parameters(row) for row in sealed]
+        if first:
+            changes = [Change(sql.INSERT_EVENT, rows.pop(0))]
+        if not (yield Apply([*changes, *insertion_changes(sql.INSERT_EVENT, rows)])):
+            if first:
+                raise Conflict
+            return False
+        first += len(group)
+    return True
 
 
 def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> Change:

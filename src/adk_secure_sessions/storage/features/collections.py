@@ -6,25 +6,18 @@ from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
     LINK_LENGTH,
-    NO_LINK,
     context_with_prefix,
     encode_text,
     new_link,
 )
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.operation_runner import (
-    Attempt,
-    CacheMiss,
-    OperationRunner,
-    apply_changes,
-)
+from adk_secure_sessions.storage.operation_runner import Attempt, CacheMiss, OperationRunner
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
@@ -32,7 +25,6 @@ from adk_secure_sessions.storage.schema import (
     Identity,
     SessionVersion,
     StoredSession,
-    as_parameters,
     locating_errors,
     new_row_id,
     sessions,
@@ -46,9 +38,12 @@ from adk_secure_sessions.storage.writes import (
     DuplicateSession,
     MissingSession,
     NewEvent,
+    NewSession,
     OwnerChanges,
     StaleRevision,
     Write,
+    apply_with_events,
+    event_groups,
     read_with_last_event,
     replacement_changes,
 )
@@ -58,9 +53,6 @@ Address = tuple[str, str, str]  # the app, the user and the name of a collection
 
 # The maximum length of a collection's name: enough for the JSON of several escaped ids.
 MAX_NAME_BYTES = 16 * 1024
-# The maximum number of items that one request (`Apply`) inserts.  With asyncpg, a request is one
-# statement, which contains one INSERT for each item.
-_ROWS_AT_ONCE = 16
 _BY_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))
 
 
@@ -274,14 +266,10 @@ class RewriteItems(Write[StoredSession]):
         owner_changes.change_user(user, {}, session.row.state)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
-        new = sealed_rows.seal_session(attempt, session._replace(row=row, head=links[-1]))
-        items = [(item, self.now) for item in self.items]
-        rows = sealed_rows.seal_events(attempt, new.row.id, 0, items, links, NO_LINK)
-        witness = sealed_rows.seal_witness(attempt, user.row.tag, new.row.tag, new.row.id)
-        attempt.cache_session(new, witness)
-        self._unconfirmed[new.row.id] = new
-        yield from apply_changes(replacement_changes(attempt, owner_changes, session, new, witness))
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[first : first + _ROWS_AT_ONCE]
-            yield from apply_changes([Change(sql.INSERT_EVENT, as_parameters(row)) for row in part])
-        return new
+        new = NewSession.build(attempt, session._replace(row=row, head=links[-1]))
+        self._unconfirmed[row.id] = new.session
+        changes = replacement_changes(attempt, owner_changes, session, new)
+        groups = event_groups((item, self.now) for item in self.items)
+        if not (yield from apply_with_events(attempt, changes, row.id, groups, links)):
+            raise Conflict
+        return new.session

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -32,7 +32,6 @@ from adk_secure_sessions.storage.operation_runner import (
     OperationRunner,
     apply_changes,
 )
-from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -57,7 +56,9 @@ from adk_secure_sessions.storage.writes import (
     NewSession,
     OwnerChanges,
     Write,
+    apply_with_events,
     cached_owners,
+    event_groups,
     insert_if_unchanged,
     read_rows,
     replacement_changes,
@@ -66,9 +67,6 @@ from adk_secure_sessions.storage.writes import (
 K = TypeVar("K", bound=tuple[str, ...])
 T = TypeVar("T")
 
-# One request inserts at most this many events and bytes.  A larger event is inserted alone.
-_EVENTS_AT_ONCE = 5000
-_BYTES_AT_ONCE = 4 * 1024 * 1024
 _LATEST = 9 * 10**18  # the latest time that the stored format allows, in microseconds
 _NO_SOURCE = bytes(TAG_LENGTH)
 
@@ -261,10 +259,7 @@ class ImportSession(_Import[ImportStatus]):
         checked = [*self.times[:2], *(event.time for event in self.events)]
         if max(map(abs, checked)) > _LATEST or not 0 <= self.times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
-        # One request inserts the events of one group.
-        self._groups = list(
-            grouped(self.events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
-        )
+        self._groups = event_groups(self.events)
         self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
@@ -333,8 +328,8 @@ class ImportSession(_Import[ImportStatus]):
     ) -> Steps[None]:
         owner_changes.change_user(user, {}, old.row.state)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
-        changes = replacement_changes(attempt, owner_changes, old, new.session, new.witness)
-        changes += [*new.other_inserts, _update(row, new_row)]
+        changes = replacement_changes(attempt, owner_changes, old, new)
+        changes.append(_update(row, new_row))
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 
@@ -352,32 +347,8 @@ class ImportSession(_Import[ImportStatus]):
         return NewSession.build(attempt, session), migrated_row
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
-        """Apply *changes* and insert the first group of events, then each further group; return
-        False if the first change matched no row.
-        """
-        first = 0
-        for group in self._groups or [[]]:
-            links = self._links[first : first + len(group)]
-            previous = self._links[first - 1] if first else NO_LINK
-            rows = [
-                as_parameters(row)
-                for row in sealed_rows.seal_events(
-                    attempt, new.session.row.id, first, group, links, previous
-                )
-            ]
-            if first:
-                changes = [Change(sql.INSERT_EVENT, rows.pop(0))]
-            if rows:
-                changes = [
-                    *changes,
-                    Change(sql.INSERT_EVENT, {}, must_match_one_row=False, rows=rows),
-                ]
-            if not (yield Apply(changes)):
-                if first:
-                    raise Conflict
-                return False
-            first += len(group)
-        return True
+        row_id = new.session.row.id
+        return apply_with_events(attempt, changes, row_id, self._groups, self._links)
 
 
 class ImportState(_Import[ImportStatus]):

@@ -26,7 +26,7 @@ from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.operation_runner import Attempt
+from adk_secure_sessions.storage.operation_runner import Attempt, insertion_changes
 from adk_secure_sessions.storage.pages import Reader
 from adk_secure_sessions.storage.schema import INDEX_MARK, IndexedRow, StoredSession, apps, indexed
 
@@ -164,10 +164,10 @@ def entries(
     return value_tags
 
 
-def insertion_changes(row_id: int, value_tags: Entries) -> list[Change]:
+def new_row_changes(row_id: int, value_tags: Entries) -> list[Change]:
     """Return the changes that store the rows of a new session or user."""
     rows = [IndexedRow(row_id, *entry)._asdict() for entry in value_tags.items()]
-    return [Change(sql.INSERT_INDEXED, {}, must_match_one_row=False, rows=rows)] if rows else []
+    return insertion_changes(sql.INSERT_INDEXED, rows)
 
 
 def update_changes(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
