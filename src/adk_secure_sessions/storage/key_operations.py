@@ -80,7 +80,7 @@ def _open_owner(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | 
     """
     attempt = attempt._replace(row_cache=RowCache(0))
     if of_user:
-        return rows.user and sealed_rows.open_owner(attempt, rows, rows.user)
+        return sealed_rows.open_owner(attempt, rows, rows.users[0]) if rows.users else None
     return sealed_rows.open_app(attempt, rows)
 
 
@@ -127,7 +127,7 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
             _, user = sealed_rows.open_owners(attempt, rows)
         else:
             # Decrypting the session authenticates the user id, and the row id of its user.
-            user = rows.user and Owner(rows.user, self.identity.user_id, b"{}")
+            user = Owner(rows.users[0], self.identity.user_id, b"{}") if rows.users else None
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None

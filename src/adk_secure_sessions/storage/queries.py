@@ -460,22 +460,20 @@ def _session_of_user(*conditions: sa.ColumnElement[bool]) -> sa.Insert:
     return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
 
 
-# The conditions that the stored row of the app, and the stored version witnesses of the app and the
-# user, equal the cached rows.  The parameters are the cached rows: see `CachedOwners.columns`.
-_owners_as_cached = (
-    _same_row(apps, "app"),
-    _same_row(witnesses.alias("app_witnesses"), "app_witness"),
-    _same_row(witnesses.alias("user_witnesses"), "user_witness"),
-)
-# The names of these parameters: the values of the two rows, then those of the two witnesses.
-_CACHED_ROW_TABLES = {
+_CACHED_ROW_TABLES: dict[str, sa.FromClause] = {
     "app": apps,
     "user": users,
-    "app_witness": witnesses,
-    "user_witness": witnesses,
+    "app_witness": witnesses.alias("app_witnesses"),
+    "user_witness": witnesses.alias("user_witnesses"),
 }
+# The parameters that are the cached rows of an app and its user, and the two version witnesses: see
+# `CachedOwners.columns`.
 CACHED_OWNER_PARAMETERS = [
     f"{name}_{one.name}" for name, table in _CACHED_ROW_TABLES.items() for one in table.c
+]
+# The conditions that the stored rows equal the cached ones; `_session_of_user` adds the user's.
+_owners_as_cached = [
+    _same_row(table, name) for name, table in _CACHED_ROW_TABLES.items() if table is not users
 ]
 INSERT_SESSION_OF_USER = _session_of_user()
 INSERT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached)
@@ -593,9 +591,6 @@ class QueryRows:
             self.apps, self.users, witness_rows, self.sessions, snapshots, self.events,
             self.data_keys, self.master_fingerprints, migrated_rows, self.indexed,
         ) = kinds  # fmt: skip
-        self.app: AppRow | None = self.apps[0] if self.apps else None
-        self.user: UserRow | None = self.users[0] if self.users else None
-        self.session: SessionRow | None = self.sessions[0] if self.sessions else None
         self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
         self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}

@@ -48,12 +48,10 @@ def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the app, or None if it is not stored; raise DecryptionError if its row was tampered
     with or removed: its version witness is then still stored.
     """
-    identity, row = attempt.identity, rows.app
+    identity = attempt.identity
+    row = _only_row(rows, rows.apps, identity.app_tag, APPS)
     if row is None:
-        _reject_if_removed(rows, identity.app_tag, APPS.name)
         return None
-    if len(rows.apps) > 1:
-        raise stored_twice(APPS.name, rows.apps[1].id)
     if row.app_name != encode_text(identity.app_name):
         raise TamperedError("its app_name was modified", Reason.WRONG_OWNER, APPS.name, row.id)
     return open_owner(attempt, rows, row)
@@ -61,13 +59,10 @@ def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
 
 def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the user, or None if it is not stored; raise DecryptionError as `open_app` does."""
-    row = rows.user
+    row = _only_row(rows, rows.users, attempt.identity.user_tag, USERS)
     if row is None:
-        _reject_if_removed(rows, attempt.identity.user_tag, USERS.name)
         attempt.forget_user()
         return None
-    if len(rows.users) > 1:
-        raise stored_twice(USERS.name, rows.users[1].id)
     user = open_owner(attempt, rows, row)
     if user.row.tag != attempt.identity.user_tag or user.user_id != attempt.identity.user_id:
         raise TamperedError("not the requested user", Reason.WRONG_OWNER, USERS.name, user.row.id)
@@ -127,15 +122,13 @@ def open_session(
     """Return the session, or None if it is not stored; raise DecryptionError if one of its rows, or
     only its user's row, was tampered with or removed.
     """
-    tag, row = attempt.identity.session_tag, rows.session
+    tag = attempt.identity.session_tag
+    row = _only_row(rows, rows.sessions, tag, SESSIONS)
     if row is None:
-        _reject_if_removed(rows, tag, SESSIONS.name)
         attempt.forget_session()
         return None
     if user is None:
         raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
-    if len(rows.sessions) > 1:
-        raise stored_twice(SESSIONS.name, rows.sessions[1].id)
     session = open_session_row(attempt, rows, user, row, with_snapshot=with_snapshot)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         raise TamperedError(
@@ -423,10 +416,16 @@ def _reject_older(
         )
 
 
-def _reject_if_removed(rows: QueryRows, tag: bytes, table: str) -> None:
+def _only_row(rows: QueryRows, with_tag: list[R], tag: bytes, table: SealedTable[R]) -> R | None:
+    """Return the row in *with_tag*, the rows of *table* with *tag*; None if it is not stored."""
+    if len(with_tag) == 1:
+        return with_tag[0]
+    if with_tag:
+        raise stored_twice(table.name, with_tag[1][0])
     if tag in rows.witnesses:
         raise TamperedError(
-            f"the row of {table} with tag {tag.hex()} was removed or its tag was modified: its "
-            "version witness is still stored",
+            f"the row of {table.name} with tag {tag.hex()} was removed or its tag was modified: "
+            "its version witness is still stored",
             Reason.MISSING,
         )
+    return None
