@@ -105,7 +105,6 @@ def known_keys(accept: list[int]) -> TransactionKeys:
         before = keys.by_owner.get(row.owner)
         by_id = {**(before.by_id if before else {}), row.id: data_key}
         keys.by_owner.put(row.owner, OwnerKeys(by_id, data_key, 0))
-        keys.owner_tags.put(row.id, row.owner)
     return TransactionKeys(keys)
 
 

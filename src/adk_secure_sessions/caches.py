@@ -88,6 +88,10 @@ class Lru(Generic[K, V]):
                 _, (_, removed) = self._entries.popitem(last=False)
                 self.size -= removed
 
+    def items(self) -> list[tuple[K, V]]:
+        with self._lock.lock:
+            return [(key, value) for key, (value, _) in self._entries.items()]
+
     def drop(self, key: K) -> None:
         with self._lock.lock:
             _, size = self._entries.pop(key, (None, 0))

@@ -143,7 +143,6 @@ class DatabaseKeys(HoldsSecrets):
             for work in ("encrypt", "decrypt")
         )
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
-        self.owner_tags: Lru[int, bytes] = Lru(limit)  # by data key id
 
     def knows(self, *owner_tags: bytes) -> bool:
         """Return whether the data keys of all these owners are cached."""
@@ -181,7 +180,6 @@ class TransactionKeys:
         # The cache may remove or replace them meanwhile, but the transaction continues to use them.
         self._by_owner: dict[bytes, OwnerKeys] = {}
         self._fresh_owners: set[bytes] = set()  # the owners whose keys were read or created
-        self._owner_tags: dict[int, bytes] = {}  # by data key id
         # The owner and the error of each rejected row of `secure_data_keys`, by the id in the row.
         self._rejected: dict[int, tuple[bytes, DecryptionError]] = {}
         self._highest_generation: dict[bytes, int] = {}  # by owner, including rejected rows
@@ -231,7 +229,6 @@ class TransactionKeys:
         for tag, keys in by_owner.items():
             self._by_owner[tag] = OwnerKeys(keys, None, newest[tag])
             self._fresh_owners.add(tag)
-            self._owner_tags.update(dict.fromkeys(keys, tag))
 
     def choose_current(self, owner_tag: bytes, key_ids: Collection[int]) -> None:
         """Choose the owner's current data key: the newest usable one of *key_ids*, those that the
@@ -297,7 +294,6 @@ class TransactionKeys:
         made = DataKey(*row[:-1], master_id, writer.cipher(key))
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
         self._fresh_owners.add(owner_tag)
-        self._owner_tags[made.id] = owner_tag
         self.new_rows.append(row)
         return row
 
@@ -317,7 +313,8 @@ class TransactionKeys:
 
     def has_accepted(self, row: DataKeyRow) -> bool:
         """Return whether `load` has read *row*, and accepted it."""
-        return row.id in self._owner_tags
+        keys = self._by_owner.get(row.owner)
+        return keys is not None and row.id in keys.by_id
 
     def current(self, owner_tag: bytes) -> DataKey | None:
         """Return the current data key; None if the row names none, or is not decrypted yet."""
@@ -416,10 +413,9 @@ class TransactionKeys:
         key = keys.by_id.get(key_id) if keys else None
         if key is not None and key.backend_id == backend_id:
             return key
-        key_owner = (
-            self._owner_tags.get(key_id) or self._database_keys.owner_tags.get(key_id) or owner_tag
-        )
-        if key is not None or key_owner != owner_tag:
+        known = (*self._database_keys.by_owner.items(), *self._by_owner.items())
+        others = (other for tag, other in known if tag != owner_tag)
+        if key is not None or any(key_id in other.by_id for other in others):
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
@@ -434,8 +430,6 @@ class TransactionKeys:
         """Put the data keys that this transaction has read or created into the cache."""
         for tag in self._fresh_owners:
             self._database_keys.by_owner.put(tag, self._by_owner[tag])
-        for key_id, tag in self._owner_tags.items():
-            self._database_keys.owner_tags.put(key_id, tag)
 
     def forget(self, owner_tag: bytes) -> None:
         """Remove the owner's data keys from the cache, because the owner's row is not stored."""
