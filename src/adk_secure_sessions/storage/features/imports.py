@@ -443,13 +443,10 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
     version witness that does not exist, so that it conflicts with an import on another node.
     """
     dialect_of(connection).lock_tables(connection, migrated)
-    has_tag = migrated.c.tag == tombstone.tag
-    if connection.scalar(sa.select(sa.func.count()).select_from(migrated).where(has_tag)):
-        # A tombstone forbids all imports of the user, so it may replace any row, even one that was
-        # tampered with.
-        connection.execute(sa.update(migrated).where(has_tag).values(**tombstone._asdict()))
-    else:
-        connection.execute(sa.insert(migrated).values(**tombstone._asdict()))
+    # A tombstone forbids all imports of the user, so it may replace any row, even one that was
+    # tampered with.
+    connection.execute(sa.delete(migrated).where(migrated.c.tag == tombstone.tag))
+    connection.execute(sa.insert(migrated).values(**tombstone._asdict()))
 
 
 def _update(old: MigratedRow, new: MigratedRow) -> Change:

@@ -8,7 +8,7 @@ is a row that says that a key is indexed, and whether each session has its row: 
 import hmac
 from collections.abc import Container, Iterable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -101,45 +101,43 @@ def declare(
     is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
     state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
     for tag in sorted(key_tags):
-        stored = connection.scalar(_stored_mark(tag))
-        if state_of_mark(keyring.index_master, tag, stored) is None:
-            _put_mark(mark_of(keyring.index_master, tag, state), stored, connection)
+        if _stored_state(keyring.index_master, tag, connection) is None:
+            _put_mark(mark_of(keyring.index_master, tag, state), connection)
 
 
 def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
     """Store the mark that each session or user has its rows of these keys."""
     for tag in sorted(key_tags):
-        stored = connection.scalar(_stored_mark(tag))
-        if state_of_mark(keyring.index_master, tag, stored) is None:
+        if _stored_state(keyring.index_master, tag, connection) is None:
             raise ConfigurationError(
                 "the mark of an indexed key was removed while the index was filled, for example by "
                 "`index drop`: fill the index again"
             )
-        _put_mark(mark_of(keyring.index_master, tag, IndexState.COMPLETE), stored, connection)
+        _put_mark(mark_of(keyring.index_master, tag, IndexState.COMPLETE), connection)
 
 
 def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
     """Delete the marks of these keys."""
     for tag in key_tags:
-        connection.execute(
-            sa.delete(indexed).where(indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == tag)
-        )
+        connection.execute(sa.delete(indexed).where(*_is_mark_of(tag)))
 
 
-def _stored_mark(key_tag: bytes) -> sa.Select[Any]:
-    c = indexed.c
-    query = sa.select(c.value_tag).where(c.row_id == INDEX_MARK, c.key_tag == key_tag)
-    return query.with_for_update()
+def _is_mark_of(key_tag: bytes) -> tuple[sa.ColumnElement[bool], ...]:
+    return indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == key_tag
 
 
-def _put_mark(mark: IndexedRow, stored: object, connection: sa.Connection) -> None:
-    """Store *mark*; *stored* is the MAC in the stored mark of the key, or None."""
-    if stored is None:
-        connection.execute(sa.insert(indexed).values(**mark._asdict()))
-        return
-    c = indexed.c
-    own = sa.update(indexed).where(c.row_id == INDEX_MARK, c.key_tag == mark.key_tag)
-    connection.execute(own.values(value_tag=mark.value_tag))
+def _stored_state(
+    master: IndexMaster, key_tag: bytes, connection: sa.Connection
+) -> IndexState | None:
+    """Lock the mark of the key, and return what it says; None if there is no authentic mark."""
+    query = sa.select(indexed.c.value_tag).where(*_is_mark_of(key_tag)).with_for_update()
+    return state_of_mark(master, key_tag, connection.scalar(query))
+
+
+def _put_mark(mark: IndexedRow, connection: sa.Connection) -> None:
+    """Store *mark*, whatever mark of the key is stored."""
+    withdraw([mark.key_tag], connection)
+    connection.execute(sa.insert(indexed).values(**mark._asdict()))
 
 
 # --- Rows -----------------------------------------------------------------------------------------
