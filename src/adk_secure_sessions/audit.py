@@ -416,30 +416,32 @@ class AuditedCall:
 
         Raises the errors of *function*, and those of storing the records.
         """
-        running = self if self._has_own_records else _running_call.get()
         try:
-            with context_value(_running_call, running):
-                if self._trail is not None:
-                    await self._trail.prepare()
-                    self.trails.append(self._trail)
-                result = await function()
-        except BaseException as error:
-            with context_value(_running_call, running):
-                if isinstance(error, DecryptionError):
+            with context_value(
+                _running_call, self if self._has_own_records else _running_call.get()
+            ):
+                try:
+                    if self._trail is not None:
+                        await self._trail.prepare()
+                        self.trails.append(self._trail)
+                    result = await function()
+                except DecryptionError as error:
                     record_rejected(error)
-            entry = self._entry(None, type(error).__name__)
-            if self._stored_entry is not None and not isinstance(error, Exception):
-                entry = self._stored_entry  # the call was cancelled, but its change was committed
-            if entry is not None:
-                log_entry(entry)
-            if isinstance(error, Exception):
-                await self._store(entry, has_failed=True)
+                    raise
+        except BaseException as error:
+            await self._end(None, error)
             raise
-        entry = self._stored_entry or self._entry(result, None)
+        await self._end(result, None)
+        return result
+
+    async def _end(self, result: object, error: BaseException | None) -> None:
+        """Log the record of this call, and store the records unless the call was cancelled."""
+        entry = None if isinstance(error, Exception) else self._stored_entry
+        entry = entry or self._entry(result, None if error is None else type(error).__name__)
         if entry is not None:
             log_entry(entry)
-        await self._store(entry)
-        return result
+        if error is None or isinstance(error, Exception):
+            await self._store(entry, has_failed=error is not None)
 
     async def store_rejected(self, error: DecryptionError) -> None:
         """Record a stored value that was rejected after the call of the service had ended."""
