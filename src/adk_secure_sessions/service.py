@@ -1,10 +1,10 @@
 """`EncryptedSessionService`, which implements ADK's `BaseSessionService`."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Never
+from typing import Any, Literal, Never, TypeVar
 
 import sqlalchemy as sa
 from google.adk.errors.already_exists_error import AlreadyExistsError
@@ -47,6 +47,7 @@ from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import (
     NEVER,
+    Identity,
     SessionVersion,
     SessionView,
     StoredSession,
@@ -63,6 +64,8 @@ except ImportError:  # google-adk before 2.7 raises a plain ValueError
     class StaleSessionError(ValueError):  # type: ignore[no-redef]
         """The stored session was changed after the session object was loaded."""
 
+
+T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -312,7 +315,6 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 google-adk stored.
             ValueError: `num_recent_events` is negative, or `after_timestamp` is no possible time.
         """
-        check_ids(app_name, user_id, session_id)
         limit = config.num_recent_events if config else None
         if limit is not None and limit < 0:  # google-adk 1.28 accepts it
             raise ValueError("num_recent_events must be 0 or more")
@@ -323,7 +325,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             after = None
         # As in ADK, rounded times are compared: `last_update_time` is rounded, too.
         from_us = None if after is None else microseconds(after)
-        identity = await self._runner.identify(app_name, user_id, session_id)
+        identity = await self._identify(app_name, user_id, session_id)
         loaded = await self._runner.run(
             reads.GetSession(identity, events.decode, limit, from_us, self._caches_events)
         )
@@ -366,9 +368,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ConfigurationError: See `get_session`.
             ValueError: An argument is none of the values above.
         """
-        check_ids(app_name, user_id, session_id)
         check_page(limit, order)
-        identity = await self._runner.identify(app_name, user_id, session_id)
+        identity = await self._identify(app_name, user_id, session_id)
         position, newest = parse_event_position(after), order == "newest"
         page = await self._runner.run(
             reads.ListEvents(identity, events.decode, position, limit=limit, newest=newest)
@@ -416,13 +417,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             DecryptionError: A session cannot be decrypted, and `skip_unreadable_sessions` is
                 False.  The message names the session's row.
         """
-        user_or_empty = "" if user_id is None else user_id
-        check_ids(app_name, user_or_empty)
-        identity = await self._runner.identify(app_name, user_or_empty)
-        listing = reads.ListSessions(
-            identity, of_app=user_id is None, skips_unreadable=self._skips_unreadable
-        )
-        return self._list_response(app_name, await self._runner.run(listing))
+        listing = partial(reads.ListSessions, skips_unreadable=self._skips_unreadable)
+        return self._list_response(app_name, await self._list(app_name, user_id, listing))
 
     @audited_access("sessions.list")
     async def list_sessions_page(
@@ -465,7 +461,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             with_snapshots=include_state,
             skips_unreadable=self._skips_unreadable,
         )
-        page = await self._list(app_name, user_id, options)
+        page = await self._list(app_name, user_id, partial(reads.ListPage, options=options))
         listed = self._to_sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
 
@@ -562,15 +558,13 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise ValueError(
                 "give a key, updated_after or updated_before; a value needs the key, too"
             )
-        return await self._list(app_name, None, options)
+        return await self._list(app_name, None, partial(reads.ListPage, options=options))
 
     async def _list(
-        self, app_name: str, user_id: str | None, options: reads.PageOptions
-    ) -> reads.PageOfSessions:
-        user_or_empty = "" if user_id is None else user_id
-        check_ids(app_name, user_or_empty)
-        identity = await self._runner.identify(app_name, user_or_empty)
-        return await self._runner.run(reads.ListPage(identity, options, of_app=user_id is None))
+        self, app_name: str, user_id: str | None, listing: Callable[..., reads.Listing[T]]
+    ) -> T:
+        identity = await self._identify(app_name, "" if user_id is None else user_id)
+        return await self._runner.run(listing(identity, of_app=user_id is None))
 
     def _list_response(self, app_name: str, views: list[SessionView]) -> ListSessionsResponse:
         views.sort(
@@ -601,15 +595,13 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         Raises:
             DecryptionError: The session's row cannot be decrypted; nothing was deleted.
         """
-        check_ids(app_name, user_id, session_id)
-        identity = await self._runner.identify(app_name, user_id, session_id)
+        identity = await self._identify(app_name, user_id, session_id)
         await self._runner.run(writes.DeleteSession(identity))
 
     @audited_access("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, whose keys have no prefix; `{}` for an unknown user."""
-        check_ids(app_name, user_id)
-        identity = await self._runner.identify(app_name, user_id)
+        identity = await self._identify(app_name, user_id)
         _, state = await self._runner.run(reads.GetStates(identity))
         return load_state(state, "the user's state")
 
@@ -652,6 +644,13 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         async with self._locks.lock(ids):
             await self._append(session, event)
         return event
+
+    def _identify(
+        self, app_name: str, user_id: str = "", session_id: str = ""
+    ) -> Awaitable[Identity]:
+        """Check the ids, and return them together with their tags."""
+        check_ids(app_name, user_id, session_id)
+        return self._runner.identify(app_name, user_id, session_id)
 
     async def _append(self, session: Session, event: Event) -> None:
         scopes = json_text.json_scopes(event.actions.state_delta)
