@@ -9,7 +9,6 @@ from adk_secure_sessions.cli import (  # noqa: F401 - importing adds commands
     database_commands,
     export,
     migrate,
-    migrate_artifacts,
     purge,
     rotate,
 )

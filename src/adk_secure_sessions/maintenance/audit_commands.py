@@ -33,7 +33,6 @@ _HEAD_EVENT = "audit.head"  # the event of a log line with the last record of a 
 _PURGE_EVENT = "audit.purged"  # the event of a record that names chains which were deleted
 # Nobody appends to a chain 24 hours after it was begun.  Twice this time allows for clocks.
 _MIN_AGE = timedelta(hours=48)
-_CHAINS_AT_ONCE = 16  # how many chains one transaction deletes
 _MAX_INT64 = 2**63 - 1
 
 _columns = audit_records.c
@@ -193,8 +192,8 @@ async def purge_audit(
 ) -> AuditPurge:
     """Delete the chains of the audit trail whose last record is older than *older_than*.
 
-    Each chain is checked before it is deleted.  A record names the deleted chains; `verify_audit`
-    accepts their heads.  Chains with such records are never deleted.
+    Each chain is checked before it is deleted.  A record names the deleted chain; `verify_audit`
+    accepts its head.  Chains with such records are never deleted.
 
     Args:
         older_than: The minimum age of the last record, at least 48 hours.
@@ -211,7 +210,6 @@ async def purge_audit(
     before = time_now() - older_than // timedelta(microseconds=1)
     trail = await _open_checker(db, progress, None)
     result = AuditPurge(before=before)
-    due: list[tuple[bytes, _LastRecord]] = []
     async for chain, last in trail.chains():
         if not isinstance(last, int) or last >= before:
             continue
@@ -219,17 +217,11 @@ async def purge_audit(
         end = await trail.check(chain)
         if trail.problems.count != bad:
             continue
-        if trail.purge_records != purge_records:
-            result.kept += 1
-        elif end is not None:
-            due.append((chain, end))
-    batches = [due[at : at + _CHAINS_AT_ONCE] for at in range(0, len(due), _CHAINS_AT_ONCE)]
-    for batch in batches:
-        if dry_run or await _delete_chains(db, batch):
-            result.chains += len(batch)
-            result.records += sum(end.number + 1 for _, end in batch)
-        elif len(batch) > 1:
-            batches += [[chain] for chain in batch]  # only one of them may have changed
+        if end is None:
+            continue
+        if trail.purge_records == purge_records and (dry_run or await _delete(db, chain, end)):
+            result.chains += 1
+            result.records += end.number + 1
         else:
             result.kept += 1
     trail.meter.finish()
@@ -410,19 +402,14 @@ def _head_in(line: str, database_id: bytes) -> tuple[bytes, int, bytes] | None:
     return (chain, number, link) if is_head else None
 
 
-async def _delete_chains(db: Database, due: list[tuple[bytes, _LastRecord]]) -> bool:
-    """Delete chains in one transaction; return False if one of them has changed."""
-    changes = []
-    named = []
-    for chain, end in due:
-        assert end.link is not None, "the chain was checked"
-        at = {"at_chain": chain, "at_number": end.number}
-        changes.append(Change(_DELETE_LAST, at))
-        changes.append(Change(_DELETE_OTHERS, at, must_match_one_row=False))
-        head = end.link.hex()
-        named.append({"chain": chain.hex(), "number": end.number, "head": head})
+async def _delete(db: Database, chain: bytes, end: _LastRecord) -> bool:
+    """Delete a chain in one transaction; return False if it has changed."""
+    assert end.link is not None, "the chain was checked"
+    at = {"at_chain": chain, "at_number": end.number}
+    changes = [Change(_DELETE_LAST, at), Change(_DELETE_OTHERS, at, must_match_one_row=False)]
+    named = {"chain": chain.hex(), "number": end.number, "head": end.link.hex()}
     database = (await db.keyring()).database_id.hex()
-    entry = audit.new_entry(_PURGE_EVENT, database=database, chains=named)
+    entry = audit.new_entry(_PURGE_EVENT, database=database, chains=[named])
     try:
         is_deleted = await db.trail.purge(entry, changes)
     except Conflict:

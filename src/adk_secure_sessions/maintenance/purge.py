@@ -1,6 +1,5 @@
 """Delete sessions that have expired, or that have not been used for a long time."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,15 +12,15 @@ from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, SessionIds, scan_sessions
+from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.schema import IS_COLLECTION, StoredSession, sessions
+from adk_secure_sessions.storage import writes
+from adk_secure_sessions.storage.schema import IS_COLLECTION, SessionRow, sessions
 
 
 @dataclass
 class Purge(Result):
-    """The result of `purge`; after a dry run, the expected result.
+    """The result of `purge`; after a dry run, which decrypts only ids, the expected result.
 
     A session is due if it is old or has expired.
 
@@ -78,8 +77,8 @@ async def purge(
             raise ConfigurationError("older_than must not be negative")
         before = cutoff = max(cutoff, now - older_than // timedelta(microseconds=1))
 
-    def is_due(session: StoredSession) -> bool:
-        return session.row.updated_at < cutoff or session.row.expires_at <= now
+    def is_due(row: SessionRow) -> bool:
+        return row.updated_at < cutoff or row.expires_at <= now
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": cutoff, "now": now}
@@ -94,7 +93,10 @@ async def purge(
                 ids = stored.require_ids()
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     continue
-                is_deleted = await _delete_if_due(db, ids, is_due, dry_run)
+                deletion = writes.DeleteSession(
+                    await db.runner.identify(*ids), lambda session: is_due(session.row)
+                )
+                is_deleted = bool(dry_run or await db.runner.run(deletion))
             except ROW_ERRORS as error:
                 problems.add_error(error, sessions.name, stored.id)
                 result.bad += 1
@@ -104,17 +106,6 @@ async def purge(
     meter.finish()
     result.problems = tuple(problems.items)
     return result
-
-
-async def _delete_if_due(
-    db: Database, ids: SessionIds, is_due: Callable[[StoredSession], bool], dry_run: bool
-) -> bool:
-    """Delete the session if it is still due, and return whether; a dry run deletes nothing."""
-    identity = await db.runner.identify(*ids)
-    if not dry_run:
-        return bool(await db.runner.run(writes.DeleteSession(identity, is_due)))
-    loaded = await db.runner.run(reads.GetSession(identity, lambda *_: None, 0, finds_expired=True))
-    return loaded is not None and is_due(loaded[0].session)
 
 
 _BEFORE, _NOW = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))

@@ -27,6 +27,7 @@ from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.rotate_root import store_master_keys
 from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
     RotationRun,
@@ -36,9 +37,9 @@ from adk_secure_sessions.maintenance.rotation import (
 )
 from adk_secure_sessions.maintenance.row_scan import scan_data_keys
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import clusters, meta
+from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.pages import rows_where
-from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
+from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 
@@ -149,9 +150,9 @@ class _MasterRotationRun(RotationRun):
             created, _ = await new_master(DATA_MASTER, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(created, {root.key_id: root}, database_id)
-            await self._db.runner.run_on_keys(
-                partial(_insert_master, created, set(survey.master_rows), database_id)
-            )
+            # The new row changes the number of rows: at the latest when a service stores a data
+            # key, it detects that, and reads the keyring again.
+            await self._db.runner.run_on_keys(partial(store_master_keys, survey, [created]))
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.rotated
@@ -196,21 +197,6 @@ class _MasterRotationRun(RotationRun):
             )
         counts = await count_data_keys(self._db, Meter())
         return sum(count.keys for count in counts if count.master_id != self.result.master_id)
-
-
-def _insert_master(
-    row: MasterKeyRow, known: set[MasterKeyRow], database_id: bytes, connection: sa.Connection
-) -> None:
-    """Add *row* to the keyring if it is still *known*, and the database still has its id.
-
-    The new row changes the number of rows: at the latest when a service stores a data key, it
-    detects that, and reads the keyring again.  If `separate` has replaced the id, nobody could
-    open the database with *row*, which is bound to *database_id*.
-    """
-    is_separated = meta.read(connection, meta.DATABASE_ID, lock=True) != database_id.hex()
-    stored = {MasterKeyRow(*values) for values in connection.execute(MASTER_KEYS)}
-    if stored == known and not is_separated:
-        connection.execute(sa.insert(keyring_table).values(row._asdict()))
 
 
 def _store_rewrapped(

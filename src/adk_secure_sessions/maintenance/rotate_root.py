@@ -16,6 +16,7 @@ from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import keyring
+from adk_secure_sessions.storage.survey import Survey
 
 
 @dataclass
@@ -73,7 +74,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     new = await at_once(*(rewrap(row) for row in old))
     if new and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
-        if not await db.runner.run_on_keys(partial(replace_master_keys, rows, new)):
+        if not await db.runner.run_on_keys(partial(store_master_keys, survey, new)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )
@@ -81,18 +82,22 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     return RootRotation(root.key_id, *ids)
 
 
-def replace_master_keys(
-    known: Sequence[MasterKeyRow], new: list[MasterKeyRow], connection: sa.Connection
+def store_master_keys(
+    known: Survey, new: Sequence[MasterKeyRow], connection: sa.Connection
 ) -> bool:
-    """Store the rows *new* in place of those with their ids, or none.
+    """Store the rows *new*, in place of those with their ids, or none.
 
-    Return False if the keyring is not *known* any more: the old root key may wrap an added row.
+    Return False if the keyring or the id of the database is not *known* any more: the old root key
+    may wrap an added row, and *new* is bound to the id.
     """
-    meta.read(connection, meta.DATABASE_ID, lock=True)  # `rotate master` adds rows with this lock
+    database_id = meta.read(connection, meta.DATABASE_ID, lock=True)  # other callers wait for it
     stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
-    if stored != set(known):
+    if stored != set(known.master_rows) or database_id != known.existing_id.hex():
         # An earlier attempt may have been committed although its connection was lost.
         return stored.issuperset(new)
+    ids = {row.id for row in stored}
     for row in new:
-        connection.execute(sa.update(keyring).where(keyring.c.id == row.id).values(row._asdict()))
+        update = sa.update(keyring).where(keyring.c.id == row.id)
+        change = update if row.id in ids else sa.insert(keyring)
+        connection.execute(change.values(row._asdict()))
     return True

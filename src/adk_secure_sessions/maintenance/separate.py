@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
-from adk_secure_sessions.maintenance.rotate_root import replace_master_keys
+from adk_secure_sessions.maintenance.rotate_root import store_master_keys
 from adk_secure_sessions.maintenance.rotation import later_than_all_keys
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
@@ -231,7 +231,7 @@ def _store_separation(
     if stored[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
         return True
     is_known = stored.items() <= known.meta_rows.items()
-    if not (is_known and replace_master_keys(known.master_rows, new, connection)):
+    if not (is_known and store_master_keys(known, new, connection)):
         return False
     for name, value in meta_rows.items():
         meta.put(connection, name, value)
