@@ -66,7 +66,7 @@ def test_page_lists_the_tables_that_there_are() -> None:
 @pytest.mark.parametrize("name", tables.metadata.tables)
 def test_page_lists_the_columns_of_the_table_in_their_order_with_type_and_keys(name: str) -> None:
     table = tables.metadata.tables[name]
-    unique = [one.columns.keys() for one in table.constraints if isinstance(one, sa.UniqueConstraint)]
+    unique = [of.columns.keys() for of in table.constraints if isinstance(of, sa.UniqueConstraint)]
     assert [(column, kind) for column, kind, _ in TABLES[name]] == [
         (
             column.name,
