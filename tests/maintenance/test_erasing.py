@@ -14,11 +14,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import (
     AesGcmBackend,
-    ConfigurationError,
     DatabaseError,
     EncryptedSessionService,
     SecureSessionError,
-    WrongKeyError,
 )
 from adk_secure_sessions.formats.events import encode
 from adk_secure_sessions.maintenance import (
@@ -34,17 +32,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import (
-    APP,
-    NEW,
-    OLD,
-    all_rows,
-    assert_whole,
-    event,
-    fill,
-    query,
-    run_sql,
-)
+from tests.maintenance.support import APP, OLD, all_rows, assert_whole, event, fill, query, run_sql
 from tests.on_servers.proxy import Cut, proxy_before
 from tests.processes import children
 from tests.servers import DRIVERS, PostgreSQL, Server
@@ -166,30 +154,6 @@ async def _erase_on_engine(url: str) -> None:
         await engine.dispose()
 
 
-async def test_dry_run_counts_the_same_and_deletes_nothing(url: str, place: sa.URL) -> None:
-    await fill_with_large_state(url)
-    before = all_rows(place)
-    async with Database(url, BACKEND) as db:
-        would = await erase_user(db, APP, "ada", dry_run=True, rewrite=True)
-        assert all_rows(place) == before
-        assert (would.cleared, would.obstacle) == (False, "nothing was deleted")
-        assert counts(would) == counts(await erase_user(db, APP, "ada"))
-        assert counts(await erase_user(db, APP, "ada", dry_run=True)) == NOTHING
-
-
-async def test_erasing_a_user_who_does_not_exist_is_no_error(url: str, place: sa.URL) -> None:
-    await fill(url)
-    before = all_rows(place)
-    async with Database(url, BACKEND) as db:
-        for app, user in ((APP, "eve"), ("bank", "ada"), (APP, ""), ("", "")):
-            assert counts(await erase_user(db, app, user)) == NOTHING
-        wrong: Any
-        for wrong in (None, 7, b"ada"):
-            with pytest.raises(ConfigurationError, match="must be text"):
-                await erase_user(db, APP, wrong)
-    assert all_rows(place) == before
-
-
 async def test_user_with_more_sessions_than_one_statement_names_is_erased(
     url: str, place: sa.URL
 ) -> None:
@@ -199,15 +163,6 @@ async def test_user_with_more_sessions_than_one_statement_names_is_erased(
         assert counts(await erase_user(db, APP, "ada")) == (1, 1, 5, 0, 15, 6)
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(5,)]
     await assert_whole(url)
-
-
-async def test_wrong_root_key_erases_nothing(file_url: str) -> None:
-    await fill(file_url)
-    async with Database(file_url, AesGcmBackend(NEW)) as db:
-        with pytest.raises(WrongKeyError):
-            await erase_user(db, APP, "ada")
-    async with Database(file_url, BACKEND) as db:
-        assert (await erase_user(db, APP, "ada")).users == 1
 
 
 # --- rows that were tampered with ----------------------------------------------------------------

@@ -34,14 +34,6 @@ def delete_key_of_first_user(path: Path) -> tuple[object, ...]:
     return row
 
 
-async def test_verify_notices_a_data_key_deleted_since_its_last_run(tmp_path: Path) -> None:
-    path = tmp_path / "s.db"
-    async with Database(await fill(path), AesGcmBackend(KEY)) as db:
-        assert (await verify(db)).bad == 0
-        delete_key_of_first_user(path)
-        assert (await verify(db)).bad == 1
-
-
 async def test_rotation_after_a_verify_creates_no_key_in_place_of_a_deleted_one(
     tmp_path: Path,
 ) -> None:

@@ -1,16 +1,14 @@
 """`purge` deletes old sessions, and none that was used meanwhile."""
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from adk_secure_sessions.errors import WrongKeyError
 from adk_secure_sessions.maintenance import Database, Problem, purge, verify
 from tests.faults import Point, with_faults
-from tests.maintenance.support import APP, NEW, OLD, event, fill, query, run_sql
+from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
 
 BACKEND = AesGcmBackend(OLD)
 LONG_AGO = timedelta(days=90)  # tests/maintenance/support.py dates its events in 2023
@@ -77,19 +75,6 @@ async def test_old_session_that_cannot_be_decrypted_is_reported_and_left_unchang
             assert isinstance(problem, Problem)
             assert (problem.table, problem.row) == ("secure_sessions", str(row))
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(2,)]
-
-
-async def test_wrong_key_or_missing_file_is_an_error_even_if_no_session_is_due(
-    file_url: str, tmp_path: Path
-) -> None:
-    await fill(file_url, sessions=1)
-    async with Database(file_url, AesGcmBackend(NEW)) as db:
-        with pytest.raises(WrongKeyError):
-            await purge(db)
-    async with Database(f"sqlite:///{tmp_path}/missing.db", BACKEND) as db:
-        with pytest.raises(ConfigurationError, match="there is no file"):
-            await purge(db)
-    assert not (tmp_path / "missing.db").exists()
 
 
 async def test_negative_age_is_rejected(file_url: str) -> None:

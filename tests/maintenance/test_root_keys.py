@@ -109,15 +109,6 @@ async def test_services_read_and_write_during_rotations(url: str) -> None:
     assert (checked.bad, checked.users, checked.sessions) == (0, 2 + made, 4 + 2 * made)
 
 
-async def test_root_key_listed_first_rotates_nothing_by_itself(url: str, place: sa.URL) -> None:
-    await fill(url)
-    before = query(place, KEYRING)
-    await fill(url, new(), others=[old()], users=["eve"])
-    await fill(url, old(), others=[new()], users=["eve"], name="t")
-    assert query(place, KEYRING) == before
-    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(4,)]
-
-
 async def test_of_two_rotations_at_once_one_succeeds_and_the_other_says_so(url: str) -> None:
     await fill(url)
     barrier = threading.Barrier(2, timeout=60)

@@ -213,19 +213,6 @@ async def test_every_record_is_reencrypted_and_the_old_keys_are_retired(
     await assert_whole(url, new, *others)
 
 
-@pytest.mark.parametrize("rotate", [rotate_master, rotate_data, retire], ids=lambda f: f.__name__)
-async def test_dry_run_changes_nothing(rotate: Any, url: str, place: sa.URL) -> None:
-    await filled(url, FERNET)
-    async with Database(url, AES, [FERNET]) as db:
-        if rotate is retire:
-            await rotate_data(db)
-        before = rows(place), query(place, "SELECT * FROM secure_meta")
-        planned = await rotate(db, dry_run=True)
-        assert (rows(place), query(place, "SELECT * FROM secure_meta")) == before
-        done = await rotate(db)
-    assert planned == done if rotate is retire else planned.numbers[0] == done.numbers[0]
-
-
 async def test_record_under_a_key_that_a_service_has_just_made_is_left_to_the_next_pass(
     file_url: str,
 ) -> None:
@@ -289,27 +276,6 @@ async def test_service_with_a_retired_key_in_memory_loses_nothing(url: str, plac
     async with Database(url, AES) as db:
         assert all(one.rows == one.newest for one in (await status(db)).records)
     assert len(await stored(url, AES)) == 9
-
-
-async def test_services_with_different_backends_share_a_database_while_keys_are_retired(
-    url: str,
-) -> None:
-    await filled(url, FERNET)
-    async with (
-        EncryptedSessionService(url, FERNET, [AES]) as first,
-        EncryptedSessionService(url, AES, [FERNET]) as second,
-        Database(url, AES, [FERNET]) as db,
-    ):
-        await first.create_session(app_name=APP, user_id="ada", session_id="both")
-        for n in range(6):
-            for service in (first, second):
-                session = await service.get_session(app_name=APP, user_id="ada", session_id="both")
-                assert session is not None
-                await service.append_event(session, event(n, **{"user:n": n}))
-            if n == 2:
-                await rotate_data(db)
-                await retire(db)
-    await assert_whole(url, AES, FERNET)
 
 
 @pytest.mark.parametrize("operation", ["create", "get", "list"])
@@ -559,35 +525,6 @@ async def test_record_under_a_data_key_that_cannot_be_unwrapped_is_bad(
     assert (done.bad, done.left) == (1, 1)
     assert (problem.table, problem.row) == ("secure_data_keys", "777")
     assert "the keyring holds no data master 99999" in problem.detail
-
-
-async def test_row_that_cannot_be_decrypted_is_reported_and_left_unchanged(
-    url: str, place: sa.URL
-) -> None:
-    await filled(url)
-    (row, *_) = query(place, "SELECT session_row, seq, event FROM secure_events WHERE seq = 1")
-    modified = bytes(row[2][:-1]) + bytes([row[2][-1] ^ 1])
-    run_sql(
-        place,
-        "UPDATE secure_events SET event = :e WHERE session_row = :r AND seq = 1",
-        e=modified,
-        r=row[0],
-    )
-    async with Database(url, AES) as db:
-        done = await rotate_data(db)
-        assert (done.bad, done.left) == (1, 1)
-        assert [(one.table, one.row) for one in done.problems] == [
-            ("secure_events", f"{row[0]}, 1")
-        ]
-        retired = await retire(db)
-        assert (retired.data_keys, retired.kept) == (2, 1)
-        assert retired.kept_keys[0].references == ()  # the headers of its records prove nothing
-        again = await rotate_data(db)
-        assert (again.since, again.keys, again.reencrypted) == (done.since, 0, 0)
-    found = query(
-        place, f"SELECT event FROM secure_events WHERE session_row = {row[0]} AND seq = 1"
-    )
-    assert bytes(found[0][0]) == modified
 
 
 async def renew_keys(db: Database) -> None:

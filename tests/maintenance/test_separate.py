@@ -76,16 +76,6 @@ async def assert_separated(original: Path, copy: Path, before: dict[tuple[str, s
     assert meta["features"].startswith("- ")
 
 
-async def test_copy_has_no_key_of_the_original_and_the_same_content(
-    original: Path, copy: Path
-) -> None:
-    before = await content_of(original)
-    async with Database(url_of(copy), AES) as db:
-        done = await separate(db)
-    assert (done.complete, done.resumed) == (True, False)
-    await assert_separated(original, copy, before)
-
-
 async def test_rows_of_the_original_are_rejected_in_the_copy(
     original: Path, copy: Path, tmp_path: Path
 ) -> None:

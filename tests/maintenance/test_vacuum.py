@@ -101,19 +101,6 @@ async def test_both_files_are_rewritten_with_a_key_database(tmp_path: Path) -> N
         assert (await verify(db)).bad == 0
 
 
-async def test_table_that_another_connection_uses_is_named(file_url: str, tmp_path: Path) -> None:
-    await fill(file_url)
-    async with Database(file_url) as db:
-        db.limits = db.limits._replace(lock_wait=0)
-        with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
-            other.execute("BEGIN")
-            other.execute("SELECT count(*) FROM secure_events").fetchone()
-            done = await vacuum(db)
-            assert done.cleared is False
-            assert "other connections used the database" in done.obstacles[0]
-        assert await vacuum(db) == Vacuum(True, ())
-
-
 def test_command_rewrites_and_exits_with_1_if_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

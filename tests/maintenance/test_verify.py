@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.db.protocol import Read
@@ -18,8 +16,6 @@ from adk_secure_sessions.maintenance import (
     retire,
     rotate_data,
     rotate_master,
-    rotate_root,
-    status,
     vacuum,
     verify,
 )
@@ -78,18 +74,6 @@ async def test_verify_raises_no_alarm_while_services_write(url: str) -> None:
                 assert found.sessions >= 6
         finally:
             stopped.set()
-
-
-async def test_engine_of_the_caller_is_used_and_left_open(url: str) -> None:
-    await fill(url)
-    engine = create_async_engine(url)
-    async with Database(db_engine=engine, backend=AesGcmBackend(OLD)) as db:
-        assert (await verify(db)).bad == 0
-        assert len((await rotate_root(db)).unchanged_ids) == 2
-        assert (await status(db)).records
-    async with engine.connect() as connection:
-        assert await connection.scalar(sa.text("SELECT count(*) FROM secure_sessions")) == 4
-    await engine.dispose()
 
 
 async def test_verify_raises_no_alarm_if_the_data_keys_are_wrapped_again_meanwhile(
