@@ -119,15 +119,6 @@ async def test_session_that_was_not_copied_is_copied_when_it_is_read(
     assert service.copied_sessions == 2
 
 
-async def test_user_state_is_copied_when_it_is_read(
-    service: PlaintextFallbackService, source: MemoryLookup
-) -> None:
-    assert await service.get_user_state(**ADA) == {"language": "en"}
-    source.users["ada"] = {"language": "fr"}
-    assert await service.get_user_state(**ADA) == {"language": "en"}
-    assert await service.get_user_state(app_name=APP, user_id="bob") == {}
-
-
 @pytest.mark.parametrize("user_id", ["ada", None])
 async def test_listing_merges_both_sides_without_doubles(
     service: PlaintextFallbackService, source: MemoryLookup, user_id: str | None
@@ -345,14 +336,6 @@ async def test_rebuilt_object_of_a_new_session_keeps_the_users_state(
     await service.append_event(rebuilt, changing("one", 1, user__size=1))
     state = await service.get_user_state(app_name=APP, user_id="bob")
     assert state == {"language": "pt", "size": 1}
-
-
-async def test_parallel_agents_share_one_object(service: PlaintextFallbackService) -> None:
-    session = (await service.list_sessions(**ADA)).sessions[1]
-    await asyncio.gather(*(service.append_event(session, said(f"p{n}", n)) for n in range(4, 9)))
-    stored = await get(service)
-    assert sorted(texts(stored)[3:]) == [f"p{n}" for n in range(4, 9)]
-    assert service.copied_sessions == 1
 
 
 async def test_partial_event_copies_nothing(service: PlaintextFallbackService) -> None:

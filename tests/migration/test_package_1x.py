@@ -422,12 +422,6 @@ async def test_plaintext_in_front_does_not_make_the_key_wrong(file: Path, writer
         assert "not encrypted" in bad.reason
 
 
-async def test_database_without_rows_is_empty(file: Path, writer: Writer) -> None:
-    async with source(file) as of:
-        assert await contents(of) == await states(of) == {}
-        assert await of.count(ALL) == 0
-
-
 async def test_unusable_database_or_key_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         source(tmp_path / "missing.db")
