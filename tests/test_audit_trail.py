@@ -494,14 +494,6 @@ async def test_forked_process_begins_chains_of_its_own(url: sa.URL) -> None:
     assert await problems(url) == []
 
 
-async def test_trail_has_no_lock_that_a_forked_process_could_inherit_locked(
-    service: EncryptedSessionService,
-) -> None:
-    await service.get_session(**IDS)
-    own = vars(service._recording.trail).values()
-    assert not any(hasattr(value, "acquire") for value in own)
-
-
 # --- Security events ---
 
 

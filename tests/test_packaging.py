@@ -7,7 +7,6 @@ import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,36 +121,6 @@ def test_links_of_the_description_lead_to_the_tag_of_the_version() -> None:
 def test_links_in_code_stay_as_they_are() -> None:
     text = "[a](b.md)\n```python\nx = y[0](z)\n```\n[c](https://d.test)\n"
     assert description(text, None, "1") == "a\n```python\nx = y[0](z)\n```\n[c](https://d.test)\n"
-
-
-class Html(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attributes if name in ("href", "src")]
-
-
-# Of the renderer's own dependencies.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("repository", [None, "https://git.test/team/project"])
-def test_index_renders_the_description(repository: str | None) -> None:
-    """With the library that indexes use; it removes what they do not allow."""
-    from readme_renderer.markdown import render
-
-    rendered = render(description(README, repository, "2.0.0"))
-    assert rendered is not None
-    html = Html(rendered)
-    assert html.tags.count("table") == 1
-    assert html.tags.count("pre") == 5
-    # The renderer gives each heading a link to itself.
-    addresses = [one for one in html.addresses if not one.startswith("#user-content-")]
-    assert len(addresses) >= (1 if repository is None else 20)
-    assert [one for one in addresses if not one.startswith("https://")] == []
 
 
 def test_tools_of_a_release_are_pinned_with_hashes_and_no_address() -> None:

@@ -24,8 +24,6 @@ from tests.attacks.databases import also_on
 from tests.attacks.support import Database, dump
 from tests.attacks.world import KEY, VISIT
 
-PACKAGE_1X = Path(__file__).parent.parent / "vectors" / "package_1x"
-
 
 def service(url: Any, **options: Any) -> EncryptedSessionService:
     return EncryptedSessionService(url, AesGcmBackend(KEY), **options)

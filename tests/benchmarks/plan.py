@@ -41,12 +41,6 @@ KEY_OPERATIONS = 10_000
 
 # A new process: the events of the session that it gets.
 COLD_EVENTS = 20
-COLD_READS = {
-    "new service": "a new service starts and gets it",
-    "new user": "a running service gets it, of a user new to this service",
-    "known user": "the same service gets it again",
-}
-
 # Blobs of artifacts: sizes in bytes, and the goals for one of 1 MB over HTTP.
 BLOBS = {"100KB": 100_000, "1MB": 1_000_000, "10MB": 10_000_000}
 BLOB_STORES = {"directory": "a directory", "s3": "S3 over HTTP, on the same machine"}

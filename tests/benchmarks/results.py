@@ -18,31 +18,13 @@ def _ranks(count: int, share: float) -> tuple[int, int]:
     return max(1, round(count * share - width)), min(count, round(count * share + width + 1))
 
 
-def coverage(count: int, percent: float = 50) -> float:
-    """Return the probability that the interval of *count* samples contains the percentile.
-
-    The number of samples below the percentile has a binomial distribution, whatever the
-    distribution of the samples is.
-    """
-    share = percent / 100
-    first, last = _ranks(count, share)
-    logs = math.log(share), math.log(1 - share)
-    return sum(
-        math.exp(
-            math.lgamma(count + 1) - math.lgamma(below + 1) - math.lgamma(count - below + 1)
-            + below * logs[0] + (count - below) * logs[1]
-        )
-        for below in range(first, last)
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Figure:
     """A quantile of the samples, and its nominal 95 % confidence interval.
 
     The interval is computed from order statistics and assumes no distribution: W. J. Conover,
     Practical Nonparametric Statistics, section 3.2.  For one sample it is that sample.  Of few
-    samples, the interval has a lower probability of containing the quantile: see `coverage`.
+    samples, the interval has a lower probability of containing the quantile.
     """
 
     value: float

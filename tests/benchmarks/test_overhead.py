@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 
 from tests.benchmarks.harness import Operation, Timings
-from tests.benchmarks.overhead import BASELINE, ENCRYPTED, check_limit, measure, overhead
-from tests.benchmarks.plan import BATCH, ITERATIONS, WARM_UPS
+from tests.benchmarks.overhead import check_limit, measure, overhead
+from tests.benchmarks.plan import ITERATIONS
 from tests.benchmarks.results import Figure
 
 
@@ -15,14 +15,12 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.ran: list[str] = []
 
     def read(self) -> float:
         return self.now
 
-    def operation(self, name: str, seconds: float) -> Operation:
+    def operation(self, seconds: float) -> Operation:
         async def run() -> None:
-            self.ran.append(name)
             self.now += seconds
 
         return run
@@ -30,7 +28,7 @@ class FakeClock:
 
 async def timings(encrypted: float) -> Timings:
     clock = FakeClock()
-    operations = clock.operation(BASELINE, 1.0), clock.operation(ENCRYPTED, encrypted)
+    operations = clock.operation(1.0), clock.operation(encrypted)
     return await measure(*operations, clock.read)
 
 
@@ -55,16 +53,3 @@ def test_ratio_above_the_limit_warns_on_ci_or_if_the_limit_is_not_binding(
     monkeypatch.setenv("CI", ci)
     with pytest.warns(UserWarning, match=r"Benchmark \[aesgcm/1KB\]: overhead 1\.30x"):
         check_limit("aesgcm/1KB", Figure(1.3, 1.2, 1.4, ITERATIONS, "x"), is_binding=is_binding)
-
-
-async def test_batches_alternate_after_warming_up() -> None:
-    clock = FakeClock()
-    sides = {name: clock.operation(name, 1.0) for name in (BASELINE, ENCRYPTED)}
-    taken = await measure(sides[BASELINE], sides[ENCRYPTED], clock.read)
-    assert taken == {name: [float(BATCH)] * ITERATIONS for name in sides}
-    batches = [clock.ran[start : start + BATCH] for start in range(0, len(clock.ran), BATCH)]
-    assert all(len(set(batch)) == 1 for batch in batches)
-    first, second = batches[2 * WARM_UPS :: 2], batches[2 * WARM_UPS + 1 :: 2]
-    assert len(first) == len(second) == ITERATIONS
-    assert all(one != other for one, other in zip(first, second, strict=True))
-    assert sum(batch[0] == BASELINE for batch in first) == ITERATIONS / 2

@@ -16,7 +16,7 @@ from tests.cli.support import Said, on, run
 from tests.cli.test_json import check
 from tests.cli.test_running import imported
 from tests.integrations.blob_files import contents, make_older, marks, unmarked
-from tests.maintenance.support import OLD, run_sql
+from tests.maintenance.support import OLD
 
 BACKEND = AesGcmBackend(OLD)
 
@@ -152,23 +152,6 @@ def test_copy_that_deletes_in_the_store_is_named(
     assert (len(contents(store)), marks(store)) == (2, [])
     assert blobs("purge", filled, store).code == 0
     assert blobs("verify", filled, store).code == 0
-
-
-def test_nothing_is_deleted_while_a_row_cannot_be_decrypted(filled: str, store: Path) -> None:
-    place = sa.make_url(filled).set(drivername="sqlite")
-    run_sql(
-        place,
-        "UPDATE secure_events SET event = zeroblob(80) "
-        "WHERE session_row = (SELECT min(session_row) FROM secure_events)",
-    )
-    make_older(store, timedelta(days=40))
-    said = blobs("purge", filled, store)
-    assert said.code == 1
-    assert "cannot be decrypted: 1 row; nothing is deleted; run `verify`" in said.stdout
-    assert (len(contents(store)), marks(store)) == (2, [])
-    said = blobs("verify", filled, store)
-    assert said.code == 1
-    assert "bad: 1 row" in said.stdout
 
 
 @pytest.mark.parametrize("command", ["verify", "purge"])

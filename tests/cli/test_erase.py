@@ -76,9 +76,3 @@ def test_missing_key_or_row_is_reported_and_exits_with_1(
         assert f"\n{missing} was missing: run `verify`, which lists any rows" in said.stdout
     assert query(file_url, "SELECT count(*) FROM secure_sessions") == [(0,)]
     assert run("verify", "--db", file_url, "--key", "env:OLD_KEY").code == 0
-
-
-def test_user_and_app_have_to_be_given(file_url: str) -> None:
-    asyncio.run(fill(file_url))
-    for arguments in (ADA[:2], ADA[:4], [*ADA[:2], *ADA[4:]]):
-        assert run("erase-user", "--db", file_url, *arguments).code == 2

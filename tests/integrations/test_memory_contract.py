@@ -47,10 +47,6 @@ async def service(
             yield ours(sessions)
 
 
-async def test_nothing_is_found_before_anything_is_added(service: BaseMemoryService) -> None:
-    assert await found(service, "anything") == []
-
-
 async def test_session_is_found_by_its_words(service: BaseMemoryService) -> None:
     await add(service, text_event("The Cat sat."), text_event("A dog barked."), text_event())
     assert await found(service, "cat") == ["The Cat sat."]

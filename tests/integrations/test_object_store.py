@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 
 from adk_secure_sessions import ArtifactStoreError, ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations import blob_store
 from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory
@@ -80,10 +79,6 @@ async def read(
     return b"".join([piece async for piece in store.get_stream(name, size, start, stop)])
 
 
-async def listed(store: BlobStore) -> dict[str, StoredBlob]:
-    return await store.stored_blobs()
-
-
 # --- contents ------------------------------------------------------------------------------------
 
 
@@ -103,14 +98,6 @@ async def test_every_range_is_read_alone(store: BlobStore, small_objects: None) 
                 assert await read(store, name, 3500, start, stop) == data[start:stop]
 
 
-async def test_encrypted_blob_goes_through_the_store(store: BlobStore) -> None:
-    data = content(300_000)
-    blob = await store.write(pieces_of(data, 70_000))
-    assert await store.size(blob.name) == encrypted_size(len(data)) == 300_000 + 5 + 5 * 16
-    found = [piece async for piece in store.read(blob, 100_000, 150_000)]
-    assert b"".join(found) == data[100_000:150_000]
-
-
 async def test_listing_names_whole_blobs_with_their_size(
     store: BlobStore, small_objects: None
 ) -> None:
@@ -118,7 +105,7 @@ async def test_listing_names_whole_blobs_with_their_size(
     before = time.time()
     for size, name in zip((10, 1000, 12_500), names, strict=True):
         await store.put_stream(name, pieces_of(content(size)))
-    blobs = await listed(store)
+    blobs = await store.stored_blobs()
     assert [(name, blobs[name].size) for name in sorted(blobs)] == list(
         zip(names, (10, 1000, 12_500), strict=True)
     )
@@ -128,14 +115,14 @@ async def test_listing_names_whole_blobs_with_their_size(
 async def test_deleted_blob_is_gone_and_others_stay(store: BlobStore, small_objects: None) -> None:
     name, other = [await put(store, content(2500)) for _ in range(2)]
     await store.delete(name)
-    assert list(await listed(store)) == [other]
+    assert list(await store.stored_blobs()) == [other]
     assert await store.size(name) is None
     await store.delete(name)
 
 
 async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore) -> None:
     marked, other = [await put(store, b"x") for _ in range(2)]
-    blobs = await listed(store)
+    blobs = await store.stored_blobs()
     assert await store.marks() == {}
     before = time.time()
     await store.mark(marked)
@@ -147,7 +134,7 @@ async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore)
     again = await store.marks()
     assert len(again) == 2
     assert again[marked] >= first[marked]
-    assert await listed(store) == blobs
+    assert await store.stored_blobs() == blobs
     assert await read(store, marked, 1, 0, 1) == b"x"
     await store.delete(marked)
     assert await store.marks() == again
@@ -155,7 +142,7 @@ async def test_mark_stays_until_it_is_withdrawn_and_is_no_blob(store: BlobStore)
         await store.unmark(name)
         await store.unmark(name)
     assert await store.marks() == {}
-    assert list(await listed(store)) == [other]
+    assert list(await store.stored_blobs()) == [other]
 
 
 async def test_clock_of_the_store_is_read_without_a_trace(store: BlobStore) -> None:
@@ -176,18 +163,19 @@ async def test_blobs_and_marks_of_another_prefix_are_not_listed(
         one, other = (ArtifactStore(root, options=options).blobs(prefix) for prefix in ("a", "ab"))
         await put(other, b"x")
         await other.mark(new_name())
-        assert (await listed(one), len(await listed(other))) == ({}, 1)
+        assert (await one.stored_blobs(), len(await other.stored_blobs())) == ({}, 1)
         assert (await one.marks(), len(await other.marks())) == ({}, 1)
 
 
 async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/readme.txt", Body=b"x")
     server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{new_name()}/x/0", Body=b"x")
-    assert await listed(ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)) == {}
+    bucket = ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)
+    assert await bucket.stored_blobs() == {}
     directory = ArtifactStore(tmp_path).blobs(PREFIX)
     (tmp_path / PREFIX / "folder").mkdir(parents=True)
     (tmp_path / PREFIX / "readme.txt").write_text("x")
-    assert await listed(directory) == {}
+    assert await directory.stored_blobs() == {}
 
 
 async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -> None:
@@ -203,7 +191,7 @@ async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -
     (tmp_path / below / new_name()).symlink_to(tmp_path / below / "readme.txt")
     for store in (bucket, directory):
         assert len(await store.marks()) == 1
-        assert await listed(store) == {}
+        assert await store.stored_blobs() == {}
 
 
 # --- what was changed in the store ---------------------------------------------------------------
@@ -259,7 +247,7 @@ async def test_upload_whose_source_fails_leaves_nothing(
 ) -> None:
     with pytest.raises(LookupError, match="of the source"):
         await store.put_stream(new_name(), failing(count))
-    assert await listed(store) == {}
+    assert await store.stored_blobs() == {}
 
 
 async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: None) -> None:
@@ -276,7 +264,7 @@ async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: 
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
-    assert await listed(store) == {}
+    assert await store.stored_blobs() == {}
 
 
 async def test_reader_that_stops_early_ends_the_read(store: BlobStore, small_objects: None) -> None:
@@ -332,7 +320,7 @@ async def test_failure_of_the_store_is_our_error(
         lambda: put(store, b"content"),
         lambda: read(store, name, 7),
         lambda: store.delete(name),
-        lambda: listed(store),
+        lambda: store.stored_blobs(),
     ]
     for call in calls:
         server.failures.append(failure)
@@ -340,7 +328,7 @@ async def test_failure_of_the_store_is_our_error(
             await call()
         assert info.value.retryable is retryable
         assert_says_nothing(info.value, name)
-    assert len(await listed(store)) == 1
+    assert len(await store.stored_blobs()) == 1
 
 
 def assert_says_nothing(error: BaseException, *more: str) -> None:
@@ -365,7 +353,7 @@ async def test_full_store_in_a_large_upload_leaves_nothing(
 
 async def test_missing_bucket_is_named(server: ObjectServer) -> None:
     store = open_bucket(server, "another-bucket")
-    for call in (put(store, b"x")), listed(store):
+    for call in (put(store, b"x")), store.stored_blobs():
         with pytest.raises(ArtifactStoreError, match="the bucket does not exist; create it"):
             await call
 
@@ -571,7 +559,7 @@ async def test_failure_of_the_file_system_is_our_error(
         await put(store, b"content")
     assert info.value.retryable is retryable
     assert "needle" not in str(info.value)
-    assert await listed(store) == {}
+    assert await store.stored_blobs() == {}
 
 
 def test_file_where_the_directory_should_be_is_our_error(tmp_path: Path) -> None:
@@ -587,7 +575,7 @@ async def test_what_a_killed_writer_left_is_listed_and_deleted(tmp_path: Path) -
     (tmp_path / PREFIX / partial / "0").write_bytes(b"half")
     os.utime(tmp_path / PREFIX / partial / "0", (1000, 1000))
     os.utime(tmp_path / PREFIX / empty, (2000, 2000))
-    assert await listed(store) == {empty: StoredBlob(0, 2000), partial: StoredBlob(4, 1000)}
+    assert await store.stored_blobs() == {empty: StoredBlob(0, 2000), partial: StoredBlob(4, 1000)}
     for name in (empty, partial):
         await store.delete(name)
     assert list((tmp_path / PREFIX).iterdir()) == []
