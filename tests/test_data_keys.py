@@ -469,10 +469,10 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     row = of_another_backend(keys)
     staged = read(keys, [row])
     key = staged.key_of(ADA, build_header(row.backend_id, row.id))
-    staged.count_decrypted(key, 7, perf_counter())
+    staged.count_work("decrypt", key, 7, perf_counter())
     staged.operation = operation = Operation("test")
     before = perf_counter()
-    staged.count_decrypted(key, 7, before - 100)
+    staged.count_work("decrypt", key, 7, before - 100)
     ((kind, size, seconds),) = operation.values
     assert (kind.amount_attributes, size) == (cipher_kind("fernet", "decrypt").amount_attributes, 7)
     assert 100 <= seconds <= 100 + perf_counter() - before

@@ -13,6 +13,7 @@ from adk_secure_sessions.hiding import HoldsSecrets
 
 KEY_LENGTH = 32
 NONCE_LENGTH = 12
+GCM_TAG_LENGTH = 16
 
 
 class Aes256Gcm(HoldsSecrets):

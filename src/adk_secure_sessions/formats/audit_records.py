@@ -8,7 +8,7 @@ import hashlib
 import json
 from typing import Any
 
-from adk_secure_sessions.crypto.aead import NONCE_LENGTH, Aes256Gcm
+from adk_secure_sessions.crypto.aead import GCM_TAG_LENGTH, NONCE_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import context, require_bytes
 
@@ -17,9 +17,8 @@ AUDIT_LINK_LENGTH = 32
 NO_AUDIT_LINK = bytes(AUDIT_LINK_LENGTH)  # `previous` of the first record of a chain
 MAX_RECORD = 2**20  # bytes
 _VERSION = b"\x01"
-_TAG_LENGTH = 16  # of AES-GCM
 # The part of a record that is not JSON.
-_OVERHEAD = len(_VERSION) + NONCE_LENGTH + AUDIT_LINK_LENGTH + _TAG_LENGTH
+_OVERHEAD = len(_VERSION) + NONCE_LENGTH + AUDIT_LINK_LENGTH + GCM_TAG_LENGTH
 
 
 def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> bytes:

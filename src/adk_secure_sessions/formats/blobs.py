@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from adk_secure_sessions.crypto.aead import KEY_LENGTH
+from adk_secure_sessions.crypto.aead import GCM_TAG_LENGTH, KEY_LENGTH
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.hiding import HoldsSecrets
 
@@ -23,9 +23,8 @@ Bytes = bytes | bytearray | memoryview
 MAGIC = b"AKSB"
 VERSION = 1
 HEADER = MAGIC + bytes([VERSION])
-TAG_LENGTH = 16
 CHUNK_LENGTH = 65536  # bytes of plaintext in each chunk except the last, which may be shorter
-SEALED_LENGTH = CHUNK_LENGTH + TAG_LENGTH  # bytes of such a chunk after encryption
+SEALED_LENGTH = CHUNK_LENGTH + GCM_TAG_LENGTH  # bytes of such a chunk after encryption
 MAX_SIZE = 2**48  # bytes of plaintext in one blob
 
 
@@ -34,7 +33,7 @@ def chunk_count(size: int) -> int:
 
 
 def encrypted_size(size: int) -> int:
-    return len(HEADER) + size + TAG_LENGTH * chunk_count(size)
+    return len(HEADER) + size + GCM_TAG_LENGTH * chunk_count(size)
 
 
 class BlobEncryptor(HoldsSecrets):

@@ -135,13 +135,6 @@ class DatabaseKeys(HoldsSecrets):
     limit: InitVar[int]
 
     def __post_init__(self, limit: int) -> None:
-        # What telemetry calls an encryption and a decryption, by backend id.
-        self.encrypting: dict[int, telemetry.WorkKind]
-        self.decrypting: dict[int, telemetry.WorkKind]
-        self.encrypting, self.decrypting = (
-            {key: telemetry.cipher_kind(one.name, work) for key, one in self.backends.items()}
-            for work in ("encrypt", "decrypt")
-        )
         self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
 
     def knows(self, *owner_tags: bytes) -> bool:
@@ -357,9 +350,7 @@ class TransactionKeys:
         assert key is not None
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
         if self.operation is not None:
-            seconds = perf_counter() - began
-            kind = self._database_keys.encrypting[key.backend_id]
-            self.operation.values.append((kind, len(content) - is_packed, seconds))
+            self.count_work("encrypt", key, len(content) - is_packed, began)
         return record
 
     def open(
@@ -380,19 +371,18 @@ class TransactionKeys:
         began = perf_counter()
         plaintext = records.open_with_flags(record, context, key.cipher, unpack_with)
         if self.operation is not None:
-            self.count_decrypted(key, len(plaintext) - 1, began)
+            self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext
 
-    def count_decrypted(self, key: DataKey, size: int, began: float) -> None:
-        """Count the decryption of records of *size* bytes in all with *key*, if anything is
-        measured.
+    def count_work(self, direction: str, key: DataKey, size: int, began: float) -> None:
+        """Count the encryption or decryption of *size* bytes with *key*, if anything is measured.
 
-        *began* is `time.perf_counter()` before the decryption.
+        *direction* is `encrypt` or `decrypt`; *began* is `time.perf_counter()` before it.
         """
         if self.operation is not None:
             seconds = perf_counter() - began
-            kind = self._database_keys.decrypting[key.backend_id]
-            self.operation.values.append((kind, size, seconds))
+            name = self._database_keys.backends[key.backend_id].name
+            self.operation.values.append((telemetry.cipher_kind(name, direction), size, seconds))
 
     def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
         """Count a lookup in a cache, if anything is measured."""

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from adk_secure_sessions.concurrency import ThreadLock
+from adk_secure_sessions.crypto.aead import GCM_TAG_LENGTH, KEY_LENGTH, NONCE_LENGTH
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
 
-_KEY_BITS = 256
-_NONCE_LENGTH, _TAG_BITS = 12, 128
 # Maps an error of python-pkcs11 to the cause and the advice in our error.  An error is named by its
 # class, or if it has no class of its own, by its code: vendors define codes, too.
 _UNMAPPED = re.compile(r"Unmapped error code (0x[0-9a-f]+)")
@@ -188,8 +187,10 @@ class Pkcs11Key(RemoteKey):
             )
         if not (key[Attribute.ENCRYPT] and key[Attribute.DECRYPT]):
             raise self._failure(*_NOT_ALLOWED)
-        if key.key_length != _KEY_BITS:
-            raise self._failure(f"the key has {key.key_length} bits", f"use a {_KEY_BITS}-bit key")
+        if key.key_length != 8 * KEY_LENGTH:
+            raise self._failure(
+                f"the key has {key.key_length} bits", f"use a {8 * KEY_LENGTH}-bit key"
+            )
         return key
 
     def _explained(self, error: Exception, *, at_login: bool) -> KeyServiceError:
@@ -228,16 +229,16 @@ def _session(token: Any, pin: str) -> Any:
 
 
 def _encrypt(key: Any, plaintext: bytes, associated_data: bytes) -> bytes:
-    nonce = secrets.token_bytes(_NONCE_LENGTH)
+    nonce = secrets.token_bytes(NONCE_LENGTH)
     return nonce + bytes(key.encrypt(plaintext, **_gcm(nonce, associated_data)))
 
 
 def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
     from pkcs11 import PKCS11Error
 
-    if len(sealed) < _NONCE_LENGTH + _TAG_BITS // 8:
+    if len(sealed) < NONCE_LENGTH + GCM_TAG_LENGTH:
         raise TamperedError("not a key wrapped by a token", reason=Reason.MALFORMED)
-    nonce, body = sealed[:_NONCE_LENGTH], sealed[_NONCE_LENGTH:]
+    nonce, body = sealed[:NONCE_LENGTH], sealed[NONCE_LENGTH:]
     try:
         return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
     except PKCS11Error:
@@ -245,8 +246,8 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
     # Some tokens report every failure as "general error".  To distinguish a failed token from a
     # modified key, encrypt and decrypt zeros: a failed token raises an error again.  It may also
     # have failed for a moment only, so decrypt the key once more.
-    probe = _encrypt(key, bytes(_NONCE_LENGTH), b"")
-    key.decrypt(probe[_NONCE_LENGTH:], **_gcm(probe[:_NONCE_LENGTH], b""))
+    probe = _encrypt(key, bytes(NONCE_LENGTH), b"")
+    key.decrypt(probe[NONCE_LENGTH:], **_gcm(probe[:NONCE_LENGTH], b""))
     try:
         return bytes(key.decrypt(body, **_gcm(nonce, associated_data)))
     except PKCS11Error:
@@ -256,7 +257,7 @@ def _decrypt(key: Any, sealed: bytes, associated_data: bytes) -> bytes:
 def _gcm(nonce: bytes, associated_data: bytes) -> dict[str, Any]:
     from pkcs11 import GCMParams, Mechanism
 
-    parameters = GCMParams(nonce, associated_data, _TAG_BITS)
+    parameters = GCMParams(nonce, associated_data, 8 * GCM_TAG_LENGTH)
     return {"mechanism": Mechanism.AES_GCM, "mechanism_param": parameters}
 
 

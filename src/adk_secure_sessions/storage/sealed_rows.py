@@ -280,7 +280,7 @@ def open_events(
         except DecryptionError as error:
             raise error.located(EVENTS.name, f"{session_row}, {seq}") from None
     if key is not None and attempt.keys.operation is not None:
-        attempt.keys.count_decrypted(key, sum(map(len, plaintexts)), began)
+        attempt.keys.count_work("decrypt", key, sum(map(len, plaintexts)), began)
     return plaintexts, previous
 
 

@@ -113,13 +113,13 @@ class OwnerChanges:
             row = AppRow(0, identity.app_tag, encode_text(identity.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
-            app = self._merge_delta(app, delta)
+            app = self.update(app, delta)
         return app
 
     def ensure_user(self, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Ensure that the user of the app in *app_row* is stored; do the same as `change_user`."""
+        """Ensure that the user of the app in *app_row* is stored; do the same as `update`."""
         if user is not None:
-            return self.change_user(user, delta)
+            return self.update(user, delta)
         identity = self._attempt.identity
         row = UserRow(0, app_row, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
@@ -128,21 +128,16 @@ class OwnerChanges:
         self.changes += index_rows.new_row_changes(row_id, entries)
         return user
 
-    def change_user(self, user: Owner, delta: JsonObject, *stored: bytes) -> Owner:
-        """Ensure that the user has a usable data key, at least as new as those that encrypt the
-        records *stored*, which this transaction changes; merge *delta* into the state of the user.
+    def update(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
+        """Ensure that the owner's row names a usable data key, at least as new as those that
+        encrypt the records *stored*, which this transaction changes; merge *delta* into the state.
         """
-        changed = self._merge_delta(user, delta, *stored)
-        if delta:
-            self._index(user, delta, {})
-        return changed
-
-    def _merge_delta(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
-        """Merge *delta* into the state, and ensure that the row names a usable data key."""
         self._guard_current_key(owner.row.tag, owner.row.state, *stored)
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
             owner = self.store_next_version(owner, delta)
+        if delta and owner.is_user:
+            self._index(owner, delta, {})
         return owner
 
     def set_state(self, owner: Owner, state: bytes) -> Owner:
@@ -462,7 +457,7 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.ensure_app(app, event.app_delta)
-        owner_changes.change_user(user, event.user_delta, session.row.state)
+        owner_changes.update(user, event.user_delta, session.row.state)
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended

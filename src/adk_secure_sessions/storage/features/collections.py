@@ -263,7 +263,7 @@ class RewriteItems(Write[StoredSession]):
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
-        owner_changes.change_user(user, {}, session.row.state)
+        owner_changes.update(user, {}, session.row.state)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = NewSession.build(attempt, session._replace(row=row, head=links[-1]))

@@ -326,7 +326,7 @@ class ImportSession(_Import[ImportStatus]):
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owner_changes.change_user(user, {}, old.row.state)
+        owner_changes.update(user, {}, old.row.state)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owner_changes, old, new)
         changes.append(_update(row, new_row))

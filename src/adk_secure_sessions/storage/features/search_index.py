@@ -83,7 +83,7 @@ class SearchIndex:
         for key in wanted:
             index_rows.check_key(key)
         await self._feature.ensure()
-        keyring = (await self._runner.database_keys()).keyring
+        keyring = await self._runner.keyring()
         tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in wanted)
         if tags:
             app_tag = keyring.index_master.tag_of(app_name)
