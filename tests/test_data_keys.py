@@ -14,6 +14,7 @@ from adk_secure_sessions import (
     TamperedError,
     UnknownKeyError,
 )
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.formats.records import (
     NO_FLAGS,
@@ -185,7 +186,7 @@ def test_row_names_the_new_key_in_place_of_the_one_before(keys: DatabaseKeys) ->
 def test_row_keeps_naming_the_keys_of_other_backends(keys: DatabaseKeys, is_listed: bool) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
-    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, keys.backends[1], 100)
+    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, keys.backends[1], Lru(100))
     staged = read(keys if is_listed else alone, [ours, theirs])
     staged.choose_current(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)

@@ -18,6 +18,7 @@ from adk_secure_sessions import (
     SecureSessionError,
     StaticKey,
 )
+from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.json_text import canonical, load_state
@@ -97,7 +98,7 @@ BACKENDS: dict[int, EncryptionBackend] = {
 def known_keys(accept: list[int]) -> TransactionKeys:
     """The keys of records.json, as a service has them that lists some backends."""
     keyring = Keyring(bytes(16), IndexMaster(bytes(32)), {}, None)
-    keys = DatabaseKeys(keyring, {i: BACKENDS[i] for i in accept}, BACKENDS[accept[0]], 100)
+    keys = DatabaseKeys(keyring, {i: BACKENDS[i] for i in accept}, BACKENDS[accept[0]], Lru(100))
     for key in RECORDS["keys"]:
         row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
         cipher = BACKENDS[key["backend"]].cipher(bytes.fromhex(key["key"]))
@@ -278,7 +279,7 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     keyring = Keyring(database_id, IndexMaster(bytes(32)), masters(), None)
 
     def unwrap() -> bytes:
-        staged = TransactionKeys(DatabaseKeys(keyring, BACKENDS, BACKENDS[1], 100))
+        staged = TransactionKeys(DatabaseKeys(keyring, BACKENDS, BACKENDS[1], Lru(100)))
         staged.load([row], ())
         # A rejected data key raises when a record names it.
         staged.key_of(row.owner, records.build_header(row.backend_id, row.id))

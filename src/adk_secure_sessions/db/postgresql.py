@@ -354,10 +354,10 @@ class _StatementRunner:
             return await self._run_steps(steps)
 
     async def _run_steps(self, steps: Steps[T]) -> T:
+        answer: object = None
         try:
-            step = next(steps)
             while True:
-                answer: object
+                step = steps.send(answer)
                 if isinstance(step, Read):
                     answer = await self.fetch(step.query, step.parameters)
                 else:
@@ -368,7 +368,6 @@ class _StatementRunner:
                     )
                     values = [_value(changes[index], name) for index, name in sources]
                     answer = bool((await self._with_time_limit(text, values, writes=True))[0][0])
-                step = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
             return result

@@ -161,15 +161,14 @@ def run_steps(
     apply: Callable[[Sequence[Change]], bool],
 ) -> T:
     """Run *steps* one request at a time, in a transaction of the caller; return their result."""
+    answer: object = None
     try:
-        step = next(steps)
         while True:
-            answer: object
+            step = steps.send(answer)
             if isinstance(step, Read):
                 answer = fetch(step.query, step.parameters)
             else:
                 answer = apply(step.changes)
-            step = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -14,7 +14,7 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, dataclass
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -132,10 +132,7 @@ class DatabaseKeys(HoldsSecrets):
     keyring: Keyring  # another object when the keyring is read again
     backends: Mapping[int, EncryptionBackend]
     writing: EncryptionBackend
-    limit: InitVar[int]
-
-    def __post_init__(self, limit: int) -> None:
-        self.by_owner: Lru[bytes, OwnerKeys] = Lru(limit)
+    by_owner: Lru[bytes, OwnerKeys]
 
     def knows(self, *owner_tags: bytes) -> bool:
         """Return whether the data keys of all these owners are cached."""

@@ -132,7 +132,8 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
         if session is None:
             return None
         whole = GetSession(self.identity, self.decode)
-        return CheckedSession(session, await whole.checked_events(attempt, rows, session), rows)
+        decoded, _ = await whole.checked_events(attempt, rows, session)
+        return CheckedSession(session, decoded, rows)
 
 
 class RenewedKey(NamedTuple):

@@ -611,11 +611,11 @@ class OperationRunner:
 
         A data key that was tampered with raises DecryptionError when it is used.
         """
-        database_keys, tags = await self.database_keys(), list(owners)
+        database_keys = await self.database_keys()
         rereads = 0
         while True:
             old = database_keys.keyring
-            rows = await self.read_data_keys(tags)
+            rows = await self.read_data_keys(owners)
             staged = TransactionKeys(
                 database_keys,
                 accepts_changed_keyring=rereads > 0,
@@ -698,7 +698,7 @@ class OperationRunner:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         backends, sizes = self.backends, self.cache_sizes
         return _OpenState(
-            DatabaseKeys(keyring, backends.by_id, backends.writing, sizes.data_keys),
+            DatabaseKeys(keyring, backends.by_id, backends.writing, Lru(sizes.data_keys)),
             RowCache(sizes.sessions, sizes.events),
             Lru(sizes.sessions),
             {},

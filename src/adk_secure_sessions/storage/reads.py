@@ -95,28 +95,22 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             attempt.row_cache.events.drop(session.row.tag)
             return None
         view = SessionView(session, user.user_id, app.state, user.state)
-        if not self.caches:
-            return view, await self.checked_events(attempt, rows, session)
-        return view, await self._cached_events(attempt, rows, session, cached)
+        if self.caches:
+            return view, await self._cached_events(attempt, rows, session, cached)
+        decoded, _ = await self.checked_events(attempt, rows, session)
+        return view, decoded
 
     async def checked_events(
-        self, attempt: Attempt, rows: QueryRows, session: StoredSession
-    ) -> list[E]:
-        """Return the decoded events of *session*, whose rows are in *rows*, oldest first."""
-        decoded, _ = await self._check_and_decode(attempt, rows, session, None, self.after)
-        return decoded
-
-    async def _check_and_decode(
         self,
         attempt: Attempt,
         rows: QueryRows,
         session: StoredSession,
-        cached: CachedEvents | None,
-        after: int | None = None,
+        cached: CachedEvents | None = None,
     ) -> tuple[list[E], int]:
-        """Return the decoded events in *rows*, and their size in the cache.
+        """Return the decoded events in *rows*, oldest first, and their size in the cache.
 
-        *rows* has the last `limit` events, or all after those of *cached*.
+        *rows* has the last `limit` events, or all after those of *cached*.  If events are cached,
+        also decode those before `after`.
         """
         first = cached.revision if cached else 0
         if cached is None and self.limit is not None:
@@ -127,6 +121,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         link = NO_LINK if len(rows.events) == session.row.revision else None
         if cached:
             link = cached.link
+        after = None if self.caches else self.after
         decoded, size, link = await _decode_in_chunks(
             attempt, session, rows.events, link, self.decode, after, measures=self.caches
         )
@@ -145,11 +140,11 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         cache = attempt.row_cache.events
         if cached is None:
             if not 0 < session.row.revision == len(rows.events):
-                return await self.checked_events(attempt, rows, session)
+                return (await self.checked_events(attempt, rows, session))[0]
         elif cached.row != session.row.id or cached.revision > session.row.revision:
             raise _DoesNotFollow
         try:
-            events, size = await self._check_and_decode(attempt, rows, session, cached)
+            events, size = await self.checked_events(attempt, rows, session, cached)
         except DecryptionError as error:
             if cached is None or isinstance(error, UnknownKeyError):
                 raise

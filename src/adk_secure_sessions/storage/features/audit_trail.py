@@ -116,10 +116,10 @@ class _Draft:
 
     def steps(self, transaction: Transaction[T]) -> Steps[T]:
         """Run *transaction*, and insert the rows together with its first changes."""
-        steps = transaction()
+        steps, answer = transaction(), None
         try:
-            request = next(steps)
             while True:
+                request = steps.send(answer)
                 adds = isinstance(request, Apply) and not self.is_applied
                 if isinstance(request, Apply) and adds:
                     request = Apply([*request.changes, *self.changes()])
@@ -127,7 +127,6 @@ class _Draft:
                 answer = yield request
                 if adds:
                     self.is_applied = self.is_in_doubt = bool(answer)
-                request = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
             return result
