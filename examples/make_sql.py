@@ -16,10 +16,10 @@ from adk_secure_sessions.storage.schema import (
     audit_records,
     events,
     feature_metadata,
-    indexed,
     metadata,
     migrated,
     snapshots,
+    state_index,
 )
 from adk_secure_sessions.storage.survey import TableSet
 
@@ -41,7 +41,7 @@ PARTS = {
         "The table that `Audit(table=True)` adds to the data tables of adk-secure-sessions",
     ),
     "-state-index": (
-        (indexed,),
+        (state_index,),
         "The table that the search index adds to the data tables of adk-secure-sessions",
     ),
 }

@@ -456,7 +456,7 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     assert decrypt(staged, stored) == plaintext
     times.append(perf_counter())
     name = AesGcmBackend(bytes(32)).name
-    (encryption, decryption) = operation.values
+    (encryption, decryption) = operation.measurements
     assert encryption[0].amount_attributes == cipher_kind(name, "encrypt").amount_attributes
     assert decryption[0].amount_attributes == cipher_kind(name, "decrypt").amount_attributes
     assert (encryption[1], decryption[1]) == (4, 4)
@@ -474,7 +474,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     staged.operation = operation = Operation("test")
     before = perf_counter()
     staged.count_work("decrypt", key, 7, before - 100)
-    ((kind, size, seconds),) = operation.values
+    ((kind, size, seconds),) = operation.measurements
     assert (kind.amount_attributes, size) == (cipher_kind("fernet", "decrypt").amount_attributes, 7)
     assert 100 <= seconds <= 100 + perf_counter() - before
 

@@ -109,11 +109,11 @@ SURFACE = {
     "meta",
     "opening",
     "operation_runner",
-    "pages",
     "queries",
     "reads",
     "schema",
     "survey",
+    "table_walk",
     "writes",
 }
 MOST_NAMES = 71

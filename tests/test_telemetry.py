@@ -449,7 +449,7 @@ def _fork_while_values_are_added_up(say: Say) -> None:
         child = os.fork()
         if not child:  # in the block: at its end, the child would release the lock itself
             operation = telemetry.Operation("append")
-            operation.values += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
+            operation.measurements += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
             signal.alarm(10)  # ends a child that waits for ever
             operation.compact()
             os._exit(0)

@@ -52,7 +52,7 @@ _CIPHER_SECONDS = (
 # The upper limits for the number of transactions that one commit of SQLite stores.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
-_MAX_VALUES = 1000  # of an operation, before they are added up
+_MAX_MEASUREMENTS = 1000  # of an operation, before they are added up
 # An error may come from a backend or a key provider of the application, with any text as table.  So
 # only these names of tables are recorded.
 TABLES = frozenset({
@@ -179,37 +179,37 @@ SESSION_CACHE = _lookup_kinds("sessions")
 EVENT_CACHE = _lookup_kinds("histories")
 
 # What was done; an amount; seconds.
-Value = tuple[WorkKind, int, float]
+Measurement = tuple[WorkKind, int, float]
 _Sums = dict[WorkKind, tuple[int, float]]
 
 
 class Operation:
     """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
-    Several threads may append one value for each encryption, decryption and lookup, which needs no
-    lock.  They append directly: a method of this class for each value made an append of an event
+    Several threads may append a measurement for each encryption, decryption and lookup, which needs
+    no lock.  They append directly: a method of this class for each one made an append of an event
     1 % slower.
     """
 
-    __slots__ = ("_sums", "name", "values")
+    __slots__ = ("_sums", "measurements", "name")
 
     def __init__(self, name: str) -> None:
         self.name: str = name
-        self.values: list[Value] = []
-        self._sums: _Sums = {}  # of values no longer in the list
+        self.measurements: list[Measurement] = []
+        self._sums: _Sums = {}  # of measurements no longer in the list
 
     def compact(self) -> None:
         """Add the values up if there are many: a command may encrypt millions of records."""
-        if len(self.values) > _MAX_VALUES:
+        if len(self.measurements) > _MAX_MEASUREMENTS:
             with _sums_lock.lock:
-                number = len(self.values)
-                values = self.values[:number]
-                del self.values[:number]  # keeps what other threads have appended meanwhile
-                self._add_up(values)
+                number = len(self.measurements)
+                counted = self.measurements[:number]
+                del self.measurements[:number]  # keeps what other threads have appended meanwhile
+                self._add_up(counted)
 
     def record(self, otel: _Instruments) -> None:
         """Record the sums of all values in the instruments of *otel*."""
-        self._add_up(self.values)
+        self._add_up(self.measurements)
         for kind, (amount, seconds) in self._sums.items():
             if kind.duration_attributes is None:
                 otel.cache_lookups.add(amount, kind.amount_attributes)
@@ -218,8 +218,8 @@ class Operation:
                 size_class = bisect_left(_SIZES, amount)
                 otel.cipher_duration.record(seconds, kind.duration_attributes[size_class])
 
-    def _add_up(self, values: Iterable[Value]) -> None:
-        for kind, amount, seconds in values:
+    def _add_up(self, measurements: Iterable[Measurement]) -> None:
+        for kind, amount, seconds in measurements:
             before = self._sums.get(kind, (0, 0.0))
             self._sums[kind] = before[0] + amount, before[1] + seconds
 

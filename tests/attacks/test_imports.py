@@ -275,12 +275,12 @@ async def test_made_up_or_replayed_mark_of_a_complete_migration_is_rejected(
     async with another.maintained() as db:
         await db.imports.complete_migration()
     theirs = value(another.path, "SELECT value FROM secure_meta WHERE name = 'migration'")
-    assert not await store.migration_end()
+    assert not await store.migration_mark()
     insert = "REPLACE INTO secure_meta VALUES ('migration', :value)"
     for forged in (theirs, "complete", "complete " + "0" * 32):
         victim.run(insert, value=forged)
         with pytest.raises(WrongKeyError, match="`migration` of secure_meta was tampered with"):
-            await store.migration_end()
+            await store.migration_mark()
     assert await problems(victim) != []
 
 

@@ -330,11 +330,11 @@ async def test_separated_copy_has_no_imports(
 ) -> None:
     await imported(store, of=history(2))
     await store.complete_migration()
-    assert await store.migration_end()
+    assert await store.migration_mark()
     await service.close()  # type: ignore[attr-defined]
     assert (await separate(db)).complete
     assert FeatureName.MIGRATION not in (await db.survey()).features
-    assert not await store.migration_end()
+    assert not await store.migration_mark()
     assert await store.rows_for([IDS]) == {}
     assert await imported(store, of=history(2)) is ImportStatus.SAME_ID
     assert await is_clean(db)

@@ -517,6 +517,6 @@ async def test_mark_of_a_complete_migration_moves_with_the_keys(files: Pair) -> 
     assert marks(files.keys)["migration"] == mark
     assert "migration" not in marks(files.data)
     async with database(files) as db:
-        assert await db.imports.migration_end()
+        assert await db.imports.migration_mark()
     await move(files, BACK)
     assert marks(files.data)["migration"] == mark

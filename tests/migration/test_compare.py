@@ -37,7 +37,7 @@ def rows(url: str) -> list[int]:
 
 async def is_complete(url: str) -> bool:
     async with database(url) as db:
-        return await db.imports.migration_end() is not None
+        return await db.imports.migration_mark() is not None
 
 
 async def test_equal_sides_end_the_migration(url: str) -> None:

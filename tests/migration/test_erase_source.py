@@ -172,7 +172,7 @@ async def test_empty_source_ends_no_migration(source_url: str, target_url: str) 
         await made.prepare_tables()
     assert numbers(await erased(source_url, target_url)) == (0, 0, 0)
     async with database(target_url) as db:
-        assert await db.imports.migration_end() is None
+        assert await db.imports.migration_mark() is None
 
 
 @pytest.mark.parametrize("source_url", ["sqlite", "adk web"], indirect=True)
@@ -227,7 +227,7 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
     assert done.comparison.withdrawn
     assert rows(source_url) == [6, 19, 1, 2]
     async with database(target_url) as db:
-        assert await db.imports.migration_end() is None
+        assert await db.imports.migration_mark() is None
     await copied(source_url, target_url)  # among others the state of the user
     assert numbers(await erased(source_url, target_url)) == (6, 19, 3)
 
@@ -242,7 +242,7 @@ async def test_source_that_forbids_the_deletion_is_not_marked_as_erased(
     with pytest.raises(DatabaseError):
         await erased(source_file, target_url)
     async with database(target_url) as db:
-        assert await db.imports.migration_end() is MigrationMark.COMPLETE
+        assert await db.imports.migration_mark() is MigrationMark.COMPLETE
     assert rows(source_file)[0] == 6
 
 
@@ -265,7 +265,7 @@ async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
         faulty_writer(source).after(Point.RUN, write_and_disconnect)
         with pytest.raises(DatabaseError, match="may have been deleted or not"):
             await erase_source(source, db)
-        assert await db.imports.migration_end() is MigrationMark.SOURCE_ERASED
+        assert await db.imports.migration_mark() is MigrationMark.SOURCE_ERASED
     assert rows(source_file)[0] == 2
 
 
@@ -299,7 +299,7 @@ async def test_nothing_is_deleted_if_ids_that_are_not_text_are_added_after_the_c
         )
     assert rows(source_url) == [4, 6, 1, 2]
     async with database(target_url) as db:
-        assert await db.imports.migration_end() is MigrationMark.COMPLETE
+        assert await db.imports.migration_mark() is MigrationMark.COMPLETE
 
 
 async def test_session_created_again_in_an_erased_source_replaces_nothing(

@@ -288,7 +288,7 @@ async def test_named_apps_are_not_everything_that_was_to_be_copied(tmp_path: Pat
         assert (await migrate(source, db)).copied == 1
         done = await compare(source, db)
         assert (done.clean, done.completed) == (True, False)
-        assert await db.imports.migration_end() is None
+        assert await db.imports.migration_mark() is None
         of_b = ServiceSource(service, ["b"])
         assert (await migrate(of_b, db)).succeeded
         assert (await compare(of_b, db)).clean

@@ -29,7 +29,7 @@ from adk_secure_sessions.maintenance import (
 )
 from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.features.search_index import CorrectIndexed
+from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
 from adk_secure_sessions.storage.queries import LOCK_DATA_KEY
 from tests.galera import NODES, Galera
 from tests.processes import children
@@ -194,7 +194,7 @@ async def test_index_rows_of_a_session_that_another_node_deletes_are_not_stored(
         stored = await race(
             cluster,
             lambda: near.delete_session(app_name=APP, user_id=USER, session_id="s"),
-            db.runner.run(CorrectIndexed(identity, [key], of_user=False)),
+            db.runner.run(CorrectIndexRows(identity, [key], of_user=False)),
         )
         assert stored == 0
     with cluster.galera.nodes[0].admin.connect() as connection:

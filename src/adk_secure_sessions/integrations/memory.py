@@ -371,7 +371,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         # A forked process begins with an empty cache: a thread of the parent may hold the lock of
         # a `UserMemory`, and be changing it.
         key = (self, os.getpid())
-        return await self._collections.cache(key, lambda: Lru(self._cache_entries))
+        return await self._collections.cached_object(key, lambda: Lru(self._cache_entries))
 
     async def _up_to_date(self, cache: "_Cache", address: _Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""

@@ -379,12 +379,14 @@ class TransactionKeys:
         if self.operation is not None:
             seconds = perf_counter() - began
             name = self._database_keys.backends[key.backend_id].name
-            self.operation.values.append((telemetry.cipher_kind(name, direction), size, seconds))
+            self.operation.measurements.append(
+                (telemetry.cipher_kind(name, direction), size, seconds)
+            )
 
     def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
         """Count a lookup in a cache, if anything is measured."""
         if self.operation is not None:
-            self.operation.values.append((kinds[hit], 1, 0.0))
+            self.operation.measurements.append((kinds[hit], 1, 0.0))
 
     def key_of(self, owner_tag: bytes, record: bytes) -> DataKey:
         """Return the data key that the header of *record* names.  No other key is tried.

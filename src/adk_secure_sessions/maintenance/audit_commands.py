@@ -26,8 +26,8 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, report_unlisted_trail
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import audit_records
+from adk_secure_sessions.storage.table_walk import pages, rows_where
 
 _HEAD_EVENT = "audit.head"  # the event of a log line with the last record of a chain
 _PURGE_EVENT = "audit.purged"  # the event of a record that names chains which were deleted

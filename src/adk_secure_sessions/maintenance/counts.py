@@ -20,7 +20,6 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.maintenance.row_scan import header_column, scan_data_keys
-from adk_secure_sessions.storage.pages import rows_where, spans
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
     SEALED,
@@ -32,6 +31,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.table_walk import key_ranges, rows_where
 
 
 class RecordCount(NamedTuple):
@@ -108,8 +108,8 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
-            groups = await span.read(db.runner.read, query, key)
+        async for key_range in key_ranges(db.runner.read, walked, db.limits.ids_per_statement):
+            groups = await key_range.read(db.runner.read, query, key)
             keys_of = await keys_of_owners(db, {owner for owner, *_ in groups})
             newer_keys |= {row.id for keys in keys_of.values() for row in keys.newer}
             current_ids = {

@@ -23,11 +23,11 @@ from adk_secure_sessions.storage.schema import (
     apps,
     data_keys,
     events,
-    indexed,
     keyring,
     migrated,
     sessions,
     snapshots,
+    state_index,
     users,
     witnesses,
 )
@@ -199,7 +199,7 @@ class _Deletion:
 
     def __post_init__(self) -> None:
         self._dialect = dialect_of(self._connection)
-        self._has_index = has_table(self._connection, indexed)
+        self._has_index = has_table(self._connection, state_index)
         self._user_row_ids: set[int] = set()  # of deleted rows too
         self._session_ids_and_tags: set[tuple[int, bytes]] = set()  # of deleted rows too
         self._has_deleted_user = False
@@ -274,13 +274,15 @@ class _Deletion:
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._user_row_ids:
-            self._delete(indexed, indexed.c.row_id.in_(map(index_row_id, self._user_row_ids)))
+            self._delete(
+                state_index, state_index.c.row_id.in_(map(index_row_id, self._user_row_ids))
+            )
         for start in range(0, len(locked), self._row_ids_per_statement):
             ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
             self._delete(witnesses, witnesses.c.tag.in_(tags))
             self._delete(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
-                self._delete(indexed, indexed.c.row_id.in_(ids))
+                self._delete(state_index, state_index.c.row_id.in_(ids))
             self._delete(events, events.c.session_row.in_(ids))
             self._delete(sessions, sessions.c.id.in_(ids))
 

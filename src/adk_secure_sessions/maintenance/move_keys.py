@@ -37,7 +37,6 @@ from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import features_with_mac, load_features
 from adk_secure_sessions.storage.operation_runner import empty_caches
-from adk_secure_sessions.storage.pages import pages, spans
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
 from adk_secure_sessions.storage.survey import (
@@ -49,6 +48,7 @@ from adk_secure_sessions.storage.survey import (
     survey_database,
     take_survey,
 )
+from adk_secure_sessions.storage.table_walk import key_ranges, pages
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 
@@ -245,9 +245,9 @@ class _Move:
         if target.missing_tables & {keyring.name, data_keys.name}:
             return
         is_newer = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
-        async for span in spans(self._target.read, data_keys.c.id, _BATCH):
+        async for key_range in key_ranges(self._target.read, data_keys.c.id, _BATCH):
             in_target, in_source = [
-                {tuple(row) for row in await span.read(side.read, DATA_KEYS, data_keys.c.id)}
+                {tuple(row) for row in await key_range.read(side.read, DATA_KEYS, data_keys.c.id)}
                 for side in (self._target, self._source)
             ]
             is_newer = is_newer or not in_target <= in_source

@@ -17,7 +17,6 @@ from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.pages import spans
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     IS_COLLECTION,
@@ -25,13 +24,14 @@ from adk_secure_sessions.storage.schema import (
     audit_records,
     data_keys,
     events,
-    indexed,
     sessions,
     snapshots,
+    state_index,
     users,
     witnesses,
 )
 from adk_secure_sessions.storage.survey import FeatureName
+from adk_secure_sessions.storage.table_walk import key_ranges
 
 T = TypeVar("T")
 
@@ -146,8 +146,8 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
-            async for span in spans(db.runner.read, walked, db.limits.ids_per_statement):
-                for row, number in await span.read(db.runner.read, query, key):
+            async for key_range in key_ranges(db.runner.read, walked, db.limits.ids_per_statement):
+                for row, number in await key_range.read(db.runner.read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
                     yield key.table.name, name, number
 
@@ -176,7 +176,7 @@ def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnEleme
     """
     minus_one: sa.ColumnElement[int] = sa.literal_column("-1", sa.BigInteger)
     zero: sa.ColumnElement[int] = sa.literal_column("0")
-    row = indexed.c.row_id
+    row = state_index.c.row_id
     session_query = sa.select(_ONE).where(sessions.c.id == row, ~IS_COLLECTION)
     user_query = sa.select(_ONE).where(users.c.id == minus_one - row)
     if app_tag is not None:
@@ -185,7 +185,7 @@ def index_orphan_conditions(app_tag: bytes | None = None) -> list[sa.ColumnEleme
         session_query = session_query.where(
             users.c.id == sessions.c.user_row, users.c.app_row.in_(app)
         )
-    session, user = (query.correlate(indexed).exists() for query in (session_query, user_query))
+    session, user = (query.correlate(state_index).exists() for query in (session_query, user_query))
     is_mark = row == sa.literal_column(str(INDEX_MARK))
     return [~is_mark, sa.or_(row < zero, ~session), sa.or_(row >= zero, ~user)]
 
@@ -197,7 +197,7 @@ _ORPHAN_CONDITIONS = {
     snapshots.c.session_row: _refers_to_none(snapshots.c.session_row, sessions.c.id),
     events.c.session_row: _refers_to_none(events.c.session_row, sessions.c.id),
     witnesses.c.tag: _refers_to_none(witnesses.c.tag, apps.c.tag, users.c.tag, sessions.c.tag),
-    indexed.c.row_id: index_orphan_conditions(),
+    state_index.c.row_id: index_orphan_conditions(),
 }
 _ORPHAN_QUERIES = {
     key: sa.select(key, sa.func.count()).where(*where).group_by(key)

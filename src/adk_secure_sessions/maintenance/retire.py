@@ -29,7 +29,6 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import Result, counted, counter, listing
 from adk_secure_sessions.storage import clusters, key_operations
-from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     apps,
@@ -41,6 +40,7 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 from adk_secure_sessions.storage.schema import keyring as keyring_table
+from adk_secure_sessions.storage.table_walk import pages
 
 K = TypeVar("K")
 

@@ -37,7 +37,6 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import key_operations, meta
-from adk_secure_sessions.storage.pages import Span, grouped, pages, rows_where
 from adk_secure_sessions.storage.schema import (
     SEALED,
     SealedTable,
@@ -49,6 +48,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+from adk_secure_sessions.storage.table_walk import KeyRange, grouped, pages, rows_where
 
 _APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
 # One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
@@ -201,8 +201,8 @@ async def _records_of_sessions(
         if not records:
             continue
         # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
-        span = Span(records[0].row.id - 1, records[-1].row.id)
-        parameters = {**span.parameters, "user_row": user_row, "wanted_header": wanted_header}
+        key_range = KeyRange(records[0].row.id - 1, records[-1].row.id)
+        parameters = {**key_range.parameters, "user_row": user_row, "wanted_header": wanted_header}
         for table in (_SNAPSHOTS, _EVENTS):
             query = _select_keys_under_other_headers(table)
             read, key = db.runner.read, table.key_columns
@@ -436,7 +436,7 @@ def _select_keys_under_other_headers(table: SealedTable[Any]) -> sa.Select[Any]:
         .select_from(table.table.join(sessions, sessions.c.id == table.key_columns[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
-            *Span(0, 0).conditions(sessions.c.id),
+            *KeyRange(0, 0).conditions(sessions.c.id),
             header_column(table.record_column)
             != sa.bindparam("wanted_header", type_=sa.LargeBinary),
         )

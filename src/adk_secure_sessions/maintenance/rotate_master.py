@@ -38,10 +38,10 @@ from adk_secure_sessions.maintenance.rotation import (
 from adk_secure_sessions.maintenance.row_scan import scan_data_keys
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters
-from adk_secure_sessions.storage.pages import rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
+from adk_secure_sessions.storage.table_walk import rows_where
 
 _HEADROOM = 4  # master keys that services with other root keys may have to create
 

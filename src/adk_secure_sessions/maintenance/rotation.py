@@ -27,11 +27,11 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.pages import pages
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import Survey
+from adk_secure_sessions.storage.table_walk import pages
 
 _MAX_PASSES = 3  # of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time

@@ -12,7 +12,6 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, TransactionKeys
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.storage import key_operations
-from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
     SEALED,
@@ -24,6 +23,7 @@ from adk_secure_sessions.storage.schema import (
     sessions,
     users,
 )
+from adk_secure_sessions.storage.table_walk import pages, rows_where
 
 _USERS, _SESSIONS = SEALED[1:3]
 

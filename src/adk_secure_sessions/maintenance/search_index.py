@@ -24,9 +24,9 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import read_owner, scan_owners, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.index_rows import check_key
-from adk_secure_sessions.storage.features.search_index import CorrectIndexed
-from adk_secure_sessions.storage.pages import spans
-from adk_secure_sessions.storage.schema import Identity, indexed, sessions, users
+from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
+from adk_secure_sessions.storage.schema import Identity, sessions, state_index, users
+from adk_secure_sessions.storage.table_walk import key_ranges
 
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
@@ -104,7 +104,7 @@ async def fill_index(
         try:
             identity = await _identity(db, app_name, table, row)
             if identity is not None:
-                operation = CorrectIndexed(identity, tags, of_user=table is users)
+                operation = CorrectIndexRows(identity, tags, of_user=table is users)
                 # Other tasks add to the counters meanwhile, so read them after the await.
                 written = await db.runner.run(operation, conflicts=_MAX_CONFLICTS)
                 result.written += written
@@ -143,7 +143,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     _require_keys(keys)
     add_facts(app=app_name)
     index_master = (await db.keyring()).index_master
-    if indexed.name not in (await db.survey()).feature_tables:
+    if state_index.name not in (await db.survey()).feature_tables:
         return IndexChange()
     tags = {index_master.state_key_tag(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
@@ -173,10 +173,12 @@ async def _identity(db: Database, app_name: str, table: sa.Table, row: Any) -> I
 async def _delete_rows(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:
     """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
     deleted = 0
-    query = sa.delete(indexed).where(indexed.c.key_tag.in_(sorted(tags)), *where)
-    async for span in spans(db.runner.read, indexed.c.row_id, db.limits.ids_per_statement):
-        within = query.where(*span.conditions(indexed.c.row_id))
-        deleted += await db.runner.run_on_data(partial(_rows_changed, within, span.parameters))
+    query = sa.delete(state_index).where(state_index.c.key_tag.in_(sorted(tags)), *where)
+    async for key_range in key_ranges(
+        db.runner.read, state_index.c.row_id, db.limits.ids_per_statement
+    ):
+        within = query.where(*key_range.conditions(state_index.c.row_id))
+        deleted += await db.runner.run_on_data(partial(_rows_changed, within, key_range.parameters))
     return deleted
 
 

@@ -32,8 +32,8 @@ from adk_secure_sessions.storage.schema import (
     apps,
     audit_records,
     data_keys,
-    indexed,
     migrated,
+    state_index,
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName, Survey
@@ -201,7 +201,7 @@ _NO_ROW: sa.ColumnElement[int] = sa.literal_column("0")  # the row id in a tombs
 _IS_OWNER = sa.or_(*(migrated.c.tag.in_(sa.select(table.c.tag)) for table in (users, apps)))
 _COPIED = select_count(migrated, migrated.c.row_id != _NO_ROW, sa.not_(_IS_OWNER))
 _TOMBSTONES = select_count(migrated, migrated.c.row_id == _NO_ROW)
-_INDEXED = select_count(indexed, indexed.c.row_id != sa.literal_column(str(INDEX_MARK)))
+_INDEXED = select_count(state_index, state_index.c.row_id != sa.literal_column(str(INDEX_MARK)))
 _TRAIL = sa.select(
     sa.func.count(),
     sa.func.count(audit_records.c.chain.distinct()),
@@ -218,14 +218,14 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     is_authentic = None
     if is_complete and await _index_master(db) is not None:
         try:
-            is_authentic = await db.imports.migration_end() is not None
+            is_authentic = await db.imports.migration_mark() is not None
         except WrongKeyError:
             is_authentic = False
     return MigrationStatus(int(copied), int(tombstones), is_complete, is_authentic)
 
 
 async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
-    if indexed.name not in survey.feature_tables:
+    if state_index.name not in survey.feature_tables:
         return None
     ((rows,),) = await db.runner.read(_INDEXED, {})
     index_master = await _index_master(db)

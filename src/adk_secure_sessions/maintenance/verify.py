@@ -36,23 +36,23 @@ from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.features.imports import ImportMacs
 from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
-from adk_secure_sessions.storage.features.search_index import CheckIndexed
-from adk_secure_sessions.storage.pages import pages, rows_where
+from adk_secure_sessions.storage.features.search_index import CheckIndexRows
 from adk_secure_sessions.storage.schema import (
     Identity,
     MigratedRow,
     apps,
     data_keys,
     events,
-    indexed,
     locating_errors,
     migrated,
     sessions,
     snapshots,
+    state_index,
     users,
     witnesses,
 )
 from adk_secure_sessions.storage.survey import FeatureName
+from adk_secure_sessions.storage.table_walk import pages, rows_where
 
 # 10 minutes, in microseconds.  With a key database, a data key is stored before its owner's row.
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
@@ -61,7 +61,7 @@ _NEW_KEY_GRACE = 600_000_000
 # For each feature, what needs it, and who adds it.
 _EVIDENCE = {
     FeatureName.COLLECTIONS: ("the database has collections", "service that appends an item"),
-    FeatureName.STATE_INDEX: (f"{indexed.name} has rows", "service with indexed_state_keys"),
+    FeatureName.STATE_INDEX: (f"{state_index.name} has rows", "service with indexed_state_keys"),
     FeatureName.MIGRATION: (f"{migrated.name} has rows", "run of `migrate`"),
 }
 _WRONG_MARK = (
@@ -120,7 +120,7 @@ async def verify(
     total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
     meter = Meter(progress, total, rows_per_second)
     run = _Verifier(db, index_master, meter)
-    if indexed.name in feature_tables:
+    if state_index.name in feature_tables:
         await run.check_marks()
     await run.check_owners()
     async for page in scan_sessions(db):
@@ -129,7 +129,9 @@ async def verify(
     if imports:
         await run.check_imports()
     await run.report_unlisted_features()
-    await _find_orphans(db, run.problems, *([indexed] if indexed.name in feature_tables else []))
+    await _find_orphans(
+        db, run.problems, *([state_index] if state_index.name in feature_tables else [])
+    )
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.problems.write_to(run.result)
@@ -157,7 +159,7 @@ class _Verifier:
             self._needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
-                self.problems.add(indexed.name, name, Reason.MISMATCH, _WRONG_MARK)
+                self.problems.add(state_index.name, name, Reason.MISMATCH, _WRONG_MARK)
             elif state is IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
                 self._complete_index_tags.add(tag)
@@ -165,7 +167,7 @@ class _Verifier:
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._complete_index_tags:
             return
-        check = CheckIndexed(identity, self._complete_index_tags, of_user=of_user)
+        check = CheckIndexRows(identity, self._complete_index_tags, of_user=of_user)
         checked = await self._db.runner.run(check)
         if checked is None or not checked[1].total:
             return
@@ -177,7 +179,7 @@ class _Verifier:
         }
         listed = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
         detail = f"rows of the search index: {listed}; `index fill` corrects them"
-        self.problems.add(indexed.name, row_id, Reason.MISMATCH, detail)
+        self.problems.add(state_index.name, row_id, Reason.MISMATCH, detail)
 
     async def check_owners(self) -> None:
         for table in (apps, users):
@@ -243,7 +245,7 @@ class _Verifier:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
         try:
-            await self._db.imports.migration_end()
+            await self._db.imports.migration_mark()
         except WrongKeyError as error:
             self.problems.add(meta.TABLE, meta.MIGRATION_MARK, Reason.MISMATCH, str(error))
 
@@ -305,8 +307,8 @@ async def _find_orphans(db: Database, problems: Problems, *feature_tables: sa.Ta
             snapshots.name: "it belongs to no session",
             events.name: f"{number} events belong to no session, or items to no collection",
             witnesses.name: "the app, user or session row that it confirms was removed",
-            indexed.name: f"{number} rows of the search index belong to no session and no user: "
-            "run `index fill`, or delete rows that it leaves",
+            state_index.name: f"{number} rows of the search index belong to no session and no "
+            "user: run `index fill`, or delete rows that it leaves",
         }
         problems.add(table, row, Reason.MISSING, details[table])
 

@@ -296,7 +296,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         keyring = await self._runner.keyring()
         if keyring is not self._keyring:
             is_first = self._keyring is None
-            self._is_complete = await self._imports.migration_end() is not None
+            self._is_complete = await self._imports.migration_mark() is not None
             if self._is_complete:
                 logger.warning(
                     "the migration is complete: PlaintextFallbackService does not read the "

@@ -144,7 +144,7 @@ async def migrate(
     if not dry_run:
         await init(db)
     index_master = None if dry_run and await db.is_new() else (await db.keyring()).index_master
-    if delete_gone and index_master is not None and await db.imports.migration_end():
+    if delete_gone and index_master is not None and await db.imports.migration_mark():
         raise ConfigurationError(
             "a comparison has shown that everything was copied, so sessions that the source no "
             "longer has are not deleted: omit --delete-gone (delete_gone)"
@@ -191,7 +191,7 @@ class _MigrationRun:
     async def copy(self) -> None:
         number = _IMPORTS_AT_ONCE
         if self.scan.index_master is not None:
-            end = await self.target.imports.migration_end()
+            end = await self.target.imports.migration_mark()
             self.source_is_erased = end is not None and end.source_is_erased
             dialect = await self.target.runner.run_on_data(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE

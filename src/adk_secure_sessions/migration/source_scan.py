@@ -27,8 +27,8 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.pages import pages, rows_where
 from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sessions, users
+from adk_secure_sessions.storage.table_walk import pages, rows_where
 
 C = TypeVar("C")
 
@@ -184,7 +184,7 @@ class SourceScan:
         target, app_name = self.target, self.selection.app_name
         if self.index_master is None or self.selection.since is not None:
             return
-        if await target.imports.migration_end() or not await target.imports.feature.is_added():
+        if await target.imports.migration_mark() or not await target.imports.feature.is_added():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
         query, size = _copies(app_name is not None), target.limits.ids_per_statement

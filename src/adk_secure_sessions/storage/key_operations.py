@@ -199,7 +199,7 @@ class EnsureOwners(Write[TransactionKeys]):
         if app and user:
             keys = attempt.keys
             if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
-                attempt.run_on_commit()
+                attempt.run_commit_callbacks()
                 return keys
         return await super().execute(attempt, executors)
 

@@ -28,7 +28,7 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.storage import meta, schema
 from adk_secure_sessions.storage.feature_list import REPLACED, features_with_mac, load_features
 from adk_secure_sessions.storage.features.index_rows import MAX_MARKS, read_marks
-from adk_secure_sessions.storage.schema import FORMAT_VERSION, indexed, metadata
+from adk_secure_sessions.storage.schema import FORMAT_VERSION, metadata, state_index
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import (
     FeatureName,
@@ -156,10 +156,10 @@ async def _open(
     )
     load_features(survey, keyring)
     if known is not None:
-        keyring.indexed_keys = known.indexed_keys
+        keyring.indexed_key_tags = known.indexed_key_tags
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
-    if indexed.name in survey.feature_tables:
+    if state_index.name in survey.feature_tables:
         marks = await read_marks(executors.data.read, keyring.index_master)
         if len(marks) > MAX_MARKS:
             logger.error(
@@ -167,7 +167,7 @@ async def _open(
                 "of some keys are not maintained; run `verify`",
                 MAX_MARKS,
             )
-        keyring.indexed_keys.update(
+        keyring.indexed_key_tags.update(
             tag for tag, state in marks if isinstance(tag, bytes) and state is not None
         )
     return keyring

@@ -232,8 +232,8 @@ _SOURCES = (KeySource.CACHE, KeySource.QUERY)
 _SOURCES_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DATABASE)
 
 
-class Progress:
-    """What the attempts at one operation have tried so far, and what the next one may try."""
+class KeySearch:
+    """What the attempts at one operation have tried so far to get their keys, and what is left."""
 
     # The source of this attempt, then those to try if the attempt lacks a data key.
     sources: Sequence[KeySource] = (KeySource.QUERY,)
@@ -249,11 +249,11 @@ class Progress:
 class Attempt(NamedTuple):
     """One attempt at an operation on the rows of *identity*.
 
-    *on_commit* is None for a read.  For a write, it collects functions that cache the rows which
-    the write has read or written; they are called after the commit.  On SQLite, one transaction
-    contains several writes, and a write reads rows that earlier writes of the transaction have
-    changed.  If such a row were cached before the commit, a concurrent read would find an older
-    stored row, and would reject this older row as replayed.
+    *commit_callbacks* is None for a read.  For a write, it collects functions that cache the rows
+    which the write has read or written; they are called after the commit.  On SQLite, one
+    transaction contains several writes, and a write reads rows that earlier ones have changed.  If
+    such a row were cached before the commit, a concurrent read would find an older stored row, and
+    would reject this older row as replayed.
     """
 
     identity: Identity
@@ -261,23 +261,24 @@ class Attempt(NamedTuple):
     row_cache: RowCache
     key_source: KeySource
     may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
-    began_at: int = 0  # `row_cache.clock` at the start: see `was_overtaken_by`
+    clock_at_start: int = 0  # `row_cache.clock` at the start: see `was_overtaken_by`
     locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
-    on_commit: list[Callable[[], None]] | None = None
+    commit_callbacks: list[Callable[[], None]] | None = None
     chooses_keys: bool = True  # whether to choose current data keys: for a write, or the cache
-    progress: Progress = Progress()
+    key_search: KeySearch = KeySearch()
 
     @property
     def unknown_key_is_final(self) -> bool:
         """Whether another attempt would raise UnknownKeyError again."""
-        return len(self.progress.sources) == 1 and not self.progress.needs_keyring(self.keys)
+        search = self.key_search
+        return len(search.sources) == 1 and not search.needs_keyring(self.keys)
 
     def call_when_committed(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
-        if self.on_commit is None:
+        if self.commit_callbacks is None:
             call()
         else:
-            self.on_commit.append(call)
+            self.commit_callbacks.append(call)
 
     def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
         """After the commit, cache *session*, whose row this write stores."""
@@ -285,9 +286,9 @@ class Attempt(NamedTuple):
             partial(self.row_cache.put_session, session, witness, is_verified=True)
         )
 
-    def run_on_commit(self) -> None:
+    def run_commit_callbacks(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
-        for call in self.on_commit or ():
+        for call in self.commit_callbacks or ():
             call()
         for row in self.keys.new_rows:
             _record_data_key(self.keys.keyring, row)
@@ -311,7 +312,7 @@ class Attempt(NamedTuple):
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
         """Whether *cached* was made since this attempt began, perhaps after it had read the row."""
-        return cached is not None and cached.cached_at > self.began_at
+        return cached is not None and cached.cached_at > self.clock_at_start
 
     def forget_session(self) -> None:
         """Remove the session from the caches, because its row is not stored."""
@@ -501,18 +502,18 @@ class OperationRunner:
         identity, database_keys = operation.identity, opened.keys
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
         if measured := telemetry.current_operation():
-            measured.values.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
-        progress, retries = Progress(), None
+            measured.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
+        key_search, retries = KeySearch(), None
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
         may_skip_read = are_cached and not operation.needs_fresh_keys
-        progress.sources = sources if may_skip_read else sources[1:]
+        key_search.sources = sources if may_skip_read else sources[1:]
         while True:
-            keyring, source = database_keys.keyring, progress.sources[0]
+            keyring, source = database_keys.keyring, key_search.sources[0]
             keys = TransactionKeys(
                 database_keys,
-                accepts_changed_keyring=progress.rereads > 0,
+                accepts_changed_keyring=key_search.rereads > 0,
                 uses_cache=source is KeySource.CACHE,
-                key_ids_of_earlier_attempts=progress.new_key_ids,
+                key_ids_of_earlier_attempts=key_search.new_key_ids,
                 packing=self.packing,
             )
             attempt = Attempt(
@@ -521,11 +522,11 @@ class OperationRunner:
                 opened.row_cache,
                 source,
                 may_skip_read,
-                began_at=opened.row_cache.clock,
+                clock_at_start=opened.row_cache.clock,
                 locks_rows=retries is not None and retries.locks_rows,
-                on_commit=[] if operation.writes else None,
+                commit_callbacks=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,
-                progress=progress,
+                key_search=key_search,
             )
             may_skip_read = False
             try:
@@ -542,7 +543,7 @@ class OperationRunner:
                         raise
                 else:
                     keys.publish()
-                    for row in progress.unconfirmed_keys:
+                    for row in key_search.unconfirmed_keys:
                         if keys.has_accepted(row):
                             _record_data_key(database_keys.keyring, row)
                     _cache_identity(opened, identity)
@@ -552,7 +553,7 @@ class OperationRunner:
                 # another process may have caused the conflict by changing the keyring.
                 if keys.new_rows and isinstance(error, Conflict):
                     await self.reread_keyring(database_keys, keyring)
-                progress.unconfirmed_keys += tuple(keys.new_rows)
+                key_search.unconfirmed_keys += tuple(keys.new_rows)
                 retries = retries or Retries(writes=operation.writes, conflicts=conflicts)
                 await retries.wait(error)
 
@@ -563,22 +564,22 @@ class OperationRunner:
 
         *error* is the error of the attempt, and *keyring* the keyring with which it began.
         """
-        progress, keys = attempt.progress, attempt.keys
+        key_search, keys = attempt.key_search, attempt.keys
         if isinstance(error, NeedsDataKey):
-            if len(progress.new_key_ids) == _NEW_KEYS:
+            if len(key_search.new_key_ids) == _NEW_KEYS:
                 raise SecureSessionError(
                     f"{_NEW_KEYS} new data keys were created, and another one is needed: try again",
                     retryable=True,
                 ) from None
             row = await self._store_data_key(keys, error, keyring)
-            progress.new_key_ids += (row.id,)
+            key_search.new_key_ids += (row.id,)
             telemetry.count_retry("new_key")
-        elif isinstance(error, StaleKeyring) or progress.needs_keyring(keys):
+        elif isinstance(error, StaleKeyring) or key_search.needs_keyring(keys):
             await self.reread_keyring(database_keys, keyring)
-            progress.rereads += 1
+            key_search.rereads += 1
             telemetry.count_retry("keyring")
-        elif len(progress.sources) > 1:
-            progress.sources = progress.sources[1:]
+        elif len(key_search.sources) > 1:
+            key_search.sources = key_search.sources[1:]
             telemetry.count_retry("unknown_key")
         else:
             return False

@@ -24,20 +24,20 @@ from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
     AppRow,
     EventRow,
-    IndexedRow,
     MigratedRow,
     SessionRow,
     SnapshotRow,
+    StateIndexRow,
     UserRow,
     WitnessRow,
     apps,
     data_keys,
     events,
-    indexed,
     keyring,
     migrated,
     sessions,
     snapshots,
+    state_index,
     users,
     witnesses,
 )
@@ -153,7 +153,7 @@ _MASTER_KIND = RowKind(
     MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
 )
 _MIGRATED_KIND = RowKind(MigratedRow, migrated.c)
-_INDEXED_KIND = RowKind(IndexedRow, indexed.c)
+_INDEX_ROW_KIND = RowKind(StateIndexRow, state_index.c)
 # The rows and the row ids of the app, the user and the session that a read is about.
 _THE_APP = _APP_KIND.select(apps.c.tag == _app_tag)
 _THE_USER = _USER_KIND.select(users.c.tag == _user_tag)
@@ -320,13 +320,13 @@ def page_of_sessions(
         app_row: sa.ColumnElement[int] = users.c.app_row
         source: sa.FromClause = sessions.join(users, users.c.id == sessions.c.user_row)
         if found_by:
-            has_value = indexed.c.value_tag == _value_tag
+            has_value = state_index.c.value_tag == _value_tag
             if found_by == "expiry":
                 rows = rows.where(HAS_EXPIRED).order_by(None).order_by(sessions.c.expires_at)
             elif found_by == "session":
-                rows = rows.where(own.in_(sa.select(indexed.c.row_id).where(has_value)))
+                rows = rows.where(own.in_(sa.select(state_index.c.row_id).where(has_value)))
             else:
-                row = index_row_id_sql(indexed.c.row_id)  # its own inverse
+                row = index_row_id_sql(state_index.c.row_id)  # its own inverse
                 rows = rows.where(user.in_(sa.select(row).where(has_value)))
             # The addition prevents the database from using the index of `app_row`.  It would read
             # all users of the app, because it cannot know how few sessions have this value.
@@ -338,7 +338,7 @@ def page_of_sessions(
     members = [_select_listed(source=page.join(sessions, sessions.c.id == page.c.id))]
     if found_by in ("session", "user"):
         members.append(
-            _INDEXED_KIND.select(indexed.c.row_id == _MARK, indexed.c.key_tag == _key_tag)
+            _INDEX_ROW_KIND.select(state_index.c.row_id == _MARK, state_index.c.key_tag == _key_tag)
         )
     if with_snapshots:
         members.append(_SNAPSHOT_KIND.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
@@ -383,9 +383,11 @@ IMPORTED_OWNERS = _variants(
     *_APP_AND_USER, _MIGRATED_KIND.select(migrated.c.tag.in_([_app_tag, _user_tag]))
 )
 # The next two queries also read the rows of `secure_state_index` of the session or the user.
-INDEXED_SESSION = _session_variants(_INDEXED_KIND.select(indexed.c.row_id == _SESSION_ID))
-INDEXED_USER = _variants(
-    *_APP_AND_USER, _INDEXED_KIND.select(indexed.c.row_id == index_row_id_sql(_USER_ID))
+SESSION_WITH_INDEX_ROWS = _session_variants(
+    _INDEX_ROW_KIND.select(state_index.c.row_id == _SESSION_ID)
+)
+USER_WITH_INDEX_ROWS = _variants(
+    *_APP_AND_USER, _INDEX_ROW_KIND.select(state_index.c.row_id == index_row_id_sql(_USER_ID))
 )
 
 
@@ -489,26 +491,27 @@ IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
 IMPORT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached, ~_import_row_of_user.exists())
 INSERT_MIGRATED = sa.insert(migrated)
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
-INSERT_INDEXED = sa.insert(indexed)
+INSERT_INDEX_ROW = sa.insert(state_index)
 _is_indexed: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-    indexed.c.row_id == sa.bindparam("row_id", type_=sa.BigInteger), indexed.c.key_tag == _key_tag
+    state_index.c.row_id == sa.bindparam("row_id", type_=sa.BigInteger),
+    state_index.c.key_tag == _key_tag,
 )
 # An INSERT that does nothing if the key of the session or user has a row already.
-INSERT_MISSING_INDEXED = _insert(
-    indexed, sa.select(*_parameters(indexed)).where(~_is_indexed.exists())
+INSERT_MISSING_INDEX_ROW = _insert(
+    state_index, sa.select(*_parameters(state_index)).where(~_is_indexed.exists())
 )
-_at_indexed = (
-    indexed.c.row_id == sa.bindparam("at_id", type_=sa.BigInteger),
-    indexed.c.key_tag == sa.bindparam("at_key", type_=sa.LargeBinary),
+_at_index_row = (
+    state_index.c.row_id == sa.bindparam("at_id", type_=sa.BigInteger),
+    state_index.c.key_tag == sa.bindparam("at_key", type_=sa.LargeBinary),
 )
-UPDATE_INDEXED = _update(indexed, _at_indexed, "value_tag")
-DELETE_INDEXED = sa.delete(indexed).where(*_at_indexed)
-DELETE_ALL_INDEXED = sa.delete(indexed).where(_at_indexed[0])
+UPDATE_INDEX_ROW = _update(state_index, _at_index_row, "value_tag")
+DELETE_INDEX_ROW = sa.delete(state_index).where(*_at_index_row)
+DELETE_INDEX_ROWS = sa.delete(state_index).where(_at_index_row[0])
 # The first `limit` marks of `secure_state_index`.
 INDEX_MARKS = first_rows(
-    sa.select(indexed.c.key_tag, indexed.c.value_tag)
-    .where(indexed.c.row_id == _MARK)
-    .order_by(indexed.c.key_tag),
+    sa.select(state_index.c.key_tag, state_index.c.value_tag)
+    .where(state_index.c.row_id == _MARK)
+    .order_by(state_index.c.key_tag),
     _limit,
 )
 INSERT_EVENT = sa.insert(events)
@@ -586,10 +589,10 @@ class QueryRows:
         self.events: list[Row]  # as the driver returns them: see EVENT_SEQ
         self.data_keys: list[DataKeyRow]
         self.master_fingerprints: list[MasterFingerprint]
-        self.indexed: list[IndexedRow]
+        self.index_rows: list[StateIndexRow]
         (
             self.apps, self.users, witness_rows, self.sessions, snapshots, self.events,
-            self.data_keys, self.master_fingerprints, migrated_rows, self.indexed,
+            self.data_keys, self.master_fingerprints, migrated_rows, self.index_rows,
         ) = kinds  # fmt: skip
         self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}

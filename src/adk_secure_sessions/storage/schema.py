@@ -126,7 +126,7 @@ class MigratedRow(NamedTuple):
         return self.row_id == TOMBSTONE
 
 
-class IndexedRow(NamedTuple):
+class StateIndexRow(NamedTuple):
     """A row of `secure_state_index`; nothing in it is authenticated, except in a mark."""
 
     row_id: int
@@ -255,9 +255,9 @@ audit_records: sa.Table = _table_of(
 )
 # The values of `row_id` are the ids of sessions; -1 - id for the id of a user, so that a user and a
 # session never have the same value; and INDEX_MARK.
-indexed: sa.Table = _table_of(
+state_index: sa.Table = _table_of(
     "secure_state_index",
-    IndexedRow,
+    StateIndexRow,
     sa.Index("ix_secure_state_index_value_tag", "value_tag"),
     of=feature_metadata,
     key_columns=2,

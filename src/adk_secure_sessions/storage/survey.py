@@ -20,10 +20,10 @@ from adk_secure_sessions.storage.schema import (
     KEY_TABLES,
     TABLES,
     audit_records,
-    indexed,
     keyring,
     metadata,
     migrated,
+    state_index,
 )
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ NO_FEATURES = "-"  # stands for an empty list
 KNOWN_FEATURES: dict[str, sa.Table | None] = dict.fromkeys(FeatureName) | {
     FeatureName.MIGRATION: migrated,
     FeatureName.AUDIT: audit_records,
-    FeatureName.STATE_INDEX: indexed,
+    FeatureName.STATE_INDEX: state_index,
 }
 _UNFINISHED: dict[str, str] = {
     # A service would encrypt new records with data keys that the original database also has.

@@ -34,7 +34,6 @@ from adk_secure_sessions.storage.operation_runner import (
     insertion_changes,
     key_insertion,
 )
-from adk_secure_sessions.storage.pages import grouped
 from adk_secure_sessions.storage.queries import EVENT_RECORD, QueryRows, QueryVariants
 from adk_secure_sessions.storage.schema import (
     COLLECTION,
@@ -51,6 +50,7 @@ from adk_secure_sessions.storage.schema import (
     as_parameters,
     new_row_id,
 )
+from adk_secure_sessions.storage.table_walk import grouped
 
 T = TypeVar("T")
 Changes = list[Change]
@@ -113,13 +113,13 @@ class OwnerChanges:
             row = AppRow(0, identity.app_tag, encode_text(identity.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
-            app = self.update(app, delta)
+            app = self.ensure_usable_key(app, delta=delta)
         return app
 
     def ensure_user(self, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Ensure that the user of the app in *app_row* is stored; do the same as `update`."""
+        """Ensure that the user of the app in *app_row* is stored; see `ensure_usable_key`."""
         if user is not None:
-            return self.update(user, delta)
+            return self.ensure_usable_key(user, delta=delta)
         identity = self._attempt.identity
         row = UserRow(0, app_row, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
@@ -128,7 +128,9 @@ class OwnerChanges:
         self.changes += index_rows.new_row_changes(row_id, entries)
         return user
 
-    def update(self, owner: Owner, delta: JsonObject, *stored: bytes) -> Owner:
+    def ensure_usable_key(
+        self, owner: Owner, *stored: bytes, delta: JsonObject | None = None
+    ) -> Owner:
         """Ensure that the owner's row names a usable data key, at least as new as those that
         encrypt the records *stored*, which this transaction changes; merge *delta* into the state.
         """
@@ -144,7 +146,7 @@ class OwnerChanges:
         """Replace the state of *owner*; return the changed owner."""
         self._guard_current_key(owner.row.tag, owner.row.state)
         changed = self.store_next_version(owner._replace(state=state))
-        if owner.is_user and self._keys.keyring.indexed_keys:
+        if owner.is_user and self._keys.keyring.indexed_key_tags:
             self._index(owner, load_state(state), load_state(owner.state))
         return changed
 
@@ -285,7 +287,7 @@ class Write(StorageOperation[T]):
             run = partial(access.write_with_entry, self.audited_as, session_id)
         earlier = len(self._unconfirmed)
         try:
-            return await run(transaction, attempt.run_on_commit, in_one_transaction=locks)
+            return await run(transaction, attempt.run_commit_callbacks, in_one_transaction=locks)
         except (CacheMiss, Conflict):  # this attempt has changed nothing
             for value in [*self._unconfirmed][earlier:]:
                 del self._unconfirmed[value]
@@ -382,7 +384,7 @@ class NewSession(NamedTuple):
                 snapshot_link=new_link(),
             )
             rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
-        if attempt.keys.keyring.indexed_keys:
+        if attempt.keys.keyring.indexed_key_tags:
             entries = index_rows.entries(attempt, "", load_state(state))
             rest += index_rows.new_row_changes(session.row.id, entries)
         witness = sealed_rows.seal_witness(
@@ -427,7 +429,7 @@ class AppendEvent(Write[StoredSession]):
     """Append an event, apply its state changes, and return the updated session.
 
     Raise MissingSession if the session does not exist or has expired, and StaleRevision if it is
-    not as *expected*.  *on_commit* is called with the updated session after the commit, also if
+    not as *expected*.  *on_appended* is called with the updated session after the commit, also if
     the caller was cancelled while the transaction ran.
     """
 
@@ -435,7 +437,7 @@ class AppendEvent(Write[StoredSession]):
 
     expected: SessionVersion
     event: NewEvent
-    on_commit: Callable[[StoredSession], None] = lambda session: None
+    on_appended: Callable[[StoredSession], None] = lambda session: None
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
@@ -457,7 +459,7 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.ensure_app(app, event.app_delta)
-        owner_changes.update(user, event.user_delta, session.row.state)
+        owner_changes.ensure_usable_key(user, session.row.state, delta=event.user_delta)
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
@@ -508,16 +510,16 @@ class AppendEvent(Write[StoredSession]):
         values = as_parameters(old, "at_")
         values.update(zip(sql.CHANGED_BY_APPEND, sql.get_changed(new.row), strict=True))
         changes.insert(0, Change(sql.UPDATE_SESSION, values))
-        if event.session_delta and attempt.keys.keyring.indexed_keys:
-            indexed = index_rows.entries(attempt, "", event.session_delta)
-            changes += index_rows.update_changes(old.id, indexed)
+        if event.session_delta and attempt.keys.keyring.indexed_key_tags:
+            value_tags = index_rows.entries(attempt, "", event.session_delta)
+            changes += index_rows.update_changes(old.id, value_tags)
         (event_row,) = sealed_rows.seal_events(
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
         )
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
         self._unconfirmed[event_row.event] = new
         attempt.cache_session(new)
-        attempt.call_when_committed(partial(self.on_commit, new))
+        attempt.call_when_committed(partial(self.on_appended, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
@@ -527,7 +529,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._unconfirmed.get(row[EVENT_RECORD])
                 if session:
-                    attempt.call_when_committed(partial(self.on_commit, session))
+                    attempt.call_when_committed(partial(self.on_appended, session))
                     return session
         raise StaleRevision
 

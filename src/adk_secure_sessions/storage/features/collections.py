@@ -99,7 +99,7 @@ class Collections:
         """Return whether there is a collection or a session with this row id."""
         return bool(await self._runner.read(_BY_ROW, {"row": row}))
 
-    async def cache(self, key: object, make: Callable[[], T]) -> T:
+    async def cached_object(self, key: object, make: Callable[[], T]) -> T:
         """See `OperationRunner.cached_object`."""
         return await self._runner.cached_object(key, make)
 
@@ -263,7 +263,7 @@ class RewriteItems(Write[StoredSession]):
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
-        owner_changes.update(user, {}, session.row.state)
+        owner_changes.ensure_usable_key(user, session.row.state)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = NewSession.build(attempt, session._replace(row=row, head=links[-1]))

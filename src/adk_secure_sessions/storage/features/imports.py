@@ -326,7 +326,7 @@ class ImportSession(_Import[ImportStatus]):
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owner_changes.update(user, {}, old.row.state)
+        owner_changes.ensure_usable_key(user, old.row.state)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owner_changes, old, new)
         changes.append(_update(row, new_row))
@@ -604,12 +604,12 @@ class Imports:
         if source_is_kept:
             old, new = MigrationMark.SOURCE_ERASED, old
         keyring = await self._runner.keyring()
-        if await self.migration_end() is not old:
+        if await self.migration_mark() is not old:
             return False  # do not begin to write: the account may only be able to read
         marks = old.mark(keyring), new and new.mark(keyring)
         return await self._runner.run_on_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
 
-    async def migration_end(self) -> MigrationMark | None:
+    async def migration_mark(self) -> MigrationMark | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
         keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)

@@ -2,7 +2,7 @@
 
 A row contains a keyed hash of the value of one key of the state of one session or user.  A *mark*
 is a row that says that a key is indexed, and whether each session has its row: see docs/format.md,
-"State index".  The tags of the indexed keys that this process knows are in `Keyring.indexed_keys`.
+"State index".  `Keyring.indexed_key_tags` has the tags of the indexed keys that this process knows.
 """
 
 import hmac
@@ -27,8 +27,14 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.operation_runner import Attempt, insertion_changes
-from adk_secure_sessions.storage.pages import Reader
-from adk_secure_sessions.storage.schema import INDEX_MARK, IndexedRow, StoredSession, apps, indexed
+from adk_secure_sessions.storage.schema import (
+    INDEX_MARK,
+    StateIndexRow,
+    StoredSession,
+    apps,
+    state_index,
+)
+from adk_secure_sessions.storage.table_walk import Reader
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
 
@@ -63,8 +69,10 @@ def index_row_id(user_row: int) -> int:
 # --- Marks ----------------------------------------------------------------------------------------
 
 
-def mark_of(master: IndexMaster, key_tag: bytes, state: IndexState) -> IndexedRow:
-    return IndexedRow(INDEX_MARK, key_tag, master.mac(f"state index {state.name.lower()}", key_tag))
+def mark_of(master: IndexMaster, key_tag: bytes, state: IndexState) -> StateIndexRow:
+    return StateIndexRow(
+        INDEX_MARK, key_tag, master.mac(f"state index {state.name.lower()}", key_tag)
+    )
 
 
 def state_of_mark(master: IndexMaster, key_tag: object, mac: object) -> IndexState | None:
@@ -119,25 +127,25 @@ def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connect
 def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
     """Delete the marks of these keys."""
     for tag in key_tags:
-        connection.execute(sa.delete(indexed).where(*_is_mark_of(tag)))
+        connection.execute(sa.delete(state_index).where(*_is_mark_of(tag)))
 
 
 def _is_mark_of(key_tag: bytes) -> tuple[sa.ColumnElement[bool], ...]:
-    return indexed.c.row_id == INDEX_MARK, indexed.c.key_tag == key_tag
+    return state_index.c.row_id == INDEX_MARK, state_index.c.key_tag == key_tag
 
 
 def _stored_state(
     master: IndexMaster, key_tag: bytes, connection: sa.Connection
 ) -> IndexState | None:
     """Lock the mark of the key, and return what it says; None if there is no authentic mark."""
-    query = sa.select(indexed.c.value_tag).where(*_is_mark_of(key_tag)).with_for_update()
+    query = sa.select(state_index.c.value_tag).where(*_is_mark_of(key_tag)).with_for_update()
     return state_of_mark(master, key_tag, connection.scalar(query))
 
 
-def _put_mark(mark: IndexedRow, connection: sa.Connection) -> None:
+def _put_mark(mark: StateIndexRow, connection: sa.Connection) -> None:
     """Store *mark*, whatever mark of the key is stored."""
     withdraw([mark.key_tag], connection)
-    connection.execute(sa.insert(indexed).values(**mark._asdict()))
+    connection.execute(sa.insert(state_index).values(**mark._asdict()))
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -152,7 +160,7 @@ def entries(
     tags of the keys; None stands for all indexed keys that this process knows.
     """
     master, app_name = attempt.keys.keyring.index_master, attempt.identity.app_name
-    keys = attempt.keys.keyring.indexed_keys if keys is None else keys
+    keys = attempt.keys.keyring.indexed_key_tags if keys is None else keys
     value_tags: Entries = {}
     if keys and not attempt.identity.is_collection:
         for name, value in state.items():
@@ -164,8 +172,8 @@ def entries(
 
 def new_row_changes(row_id: int, value_tags: Entries) -> list[Change]:
     """Return the changes that store the rows of a new session or user."""
-    rows = [IndexedRow(row_id, *entry)._asdict() for entry in value_tags.items()]
-    return insertion_changes(sql.INSERT_INDEXED, rows)
+    rows = [StateIndexRow(row_id, *entry)._asdict() for entry in value_tags.items()]
+    return insertion_changes(sql.INSERT_INDEX_ROW, rows)
 
 
 def update_changes(row_id: int, value_tags: Entries, removed: Iterable[bytes] = ()) -> list[Change]:
@@ -176,20 +184,20 @@ def update_changes(row_id: int, value_tags: Entries, removed: Iterable[bytes] = 
     changes = []
     for key_tag, value_tag in value_tags.items():
         at = {"at_id": row_id, "at_key": key_tag, "value_tag": value_tag}
-        changes.append(Change(sql.UPDATE_INDEXED, at, must_match_one_row=False))
-        row = IndexedRow(row_id, key_tag, value_tag)._asdict()
-        changes.append(Change(sql.INSERT_MISSING_INDEXED, row, must_match_one_row=False))
+        changes.append(Change(sql.UPDATE_INDEX_ROW, at, must_match_one_row=False))
+        row = StateIndexRow(row_id, key_tag, value_tag)._asdict()
+        changes.append(Change(sql.INSERT_MISSING_INDEX_ROW, row, must_match_one_row=False))
     for tag in removed:
         at = {"at_id": row_id, "at_key": tag}
-        changes.append(Change(sql.DELETE_INDEXED, at, must_match_one_row=False))
+        changes.append(Change(sql.DELETE_INDEX_ROW, at, must_match_one_row=False))
     return changes
 
 
 def removal_changes(attempt: Attempt, row_id: int) -> list[Change]:
     """Return the changes that delete all rows of a session that is deleted."""
-    if not attempt.keys.keyring.indexed_keys or attempt.identity.is_collection:
+    if not attempt.keys.keyring.indexed_key_tags or attempt.identity.is_collection:
         return []
-    return [Change(sql.DELETE_ALL_INDEXED, {"at_id": row_id}, must_match_one_row=False)]
+    return [Change(sql.DELETE_INDEX_ROWS, {"at_id": row_id}, must_match_one_row=False)]
 
 
 def state_of(session: StoredSession) -> JsonObject:
@@ -207,7 +215,7 @@ class Differences(NamedTuple):
 
     @classmethod
     def between(
-        cls, stored: Iterable[IndexedRow], right: Mapping[bytes, bytes], keys: frozenset[bytes]
+        cls, stored: Iterable[StateIndexRow], right: Mapping[bytes, bytes], keys: frozenset[bytes]
     ) -> "Differences":
         """Compare the *stored* rows with the *right* entries, for the keys with the tags *keys*."""
         there = {row.key_tag: row.value_tag for row in stored if row.key_tag in keys}
@@ -230,10 +238,10 @@ class Differences(NamedTuple):
         # Each change must match a row: PostgreSQL's executor requires that of the first one.
         changes = []
         for entry in self.missing.items():
-            changes.append(Change(sql.INSERT_INDEXED, IndexedRow(row_id, *entry)._asdict()))
+            changes.append(Change(sql.INSERT_INDEX_ROW, StateIndexRow(row_id, *entry)._asdict()))
         for tag, value in self.wrong.items():
             where = {"at_id": row_id, "at_key": tag, "value_tag": value}
-            changes.append(Change(sql.UPDATE_INDEXED, where))
+            changes.append(Change(sql.UPDATE_INDEX_ROW, where))
         for tag in self.surplus:
-            changes.append(Change(sql.DELETE_INDEXED, {"at_id": row_id, "at_key": tag}))
+            changes.append(Change(sql.DELETE_INDEX_ROW, {"at_id": row_id, "at_key": tag}))
         return changes

@@ -88,7 +88,7 @@ class SearchIndex:
         if tags:
             app_tag = keyring.index_master.tag_of(app_name)
             await self._runner.run_on_data(partial(index_rows.declare, keyring, app_tag, tags))
-        keyring.indexed_keys.update(tags)
+        keyring.indexed_key_tags.update(tags)
         return tags
 
     async def complete(self, tags: Iterable[bytes]) -> None:
@@ -166,13 +166,13 @@ class FindPage(ListPage):
 
     def _check(self, attempt: Attempt, rows: QueryRows) -> None:
         master = attempt.keys.keyring.index_master
-        marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.indexed)
+        marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.index_rows)
         if IndexState.COMPLETE not in marks:
             raise NotIndexed
 
 
 @dataclass(eq=False, repr=False)
-class CheckIndexed(StorageOperation[tuple[int, Differences] | None]):
+class CheckIndexRows(StorageOperation[tuple[int, Differences] | None]):
     """Compare the rows of a session, or of a user, with the state, for the tags of *keys*.
 
     Return the row id in `secure_state_index` and the differences; None if there is no such session
@@ -187,16 +187,16 @@ class CheckIndexed(StorageOperation[tuple[int, Differences] | None]):
     async def execute(
         self, attempt: Attempt, executors: Executors
     ) -> tuple[int, Differences] | None:
-        query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
+        query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
         rows = await attempt.read(executors, query)
         return _differences(attempt, rows, self.keys, of_user=self.of_user)
 
 
 @dataclass(eq=False, repr=False)
-class CorrectIndexed(Write[int]):
+class CorrectIndexRows(Write[int]):
     """Correct the rows of a session, or of a user, and return the number of changed rows.
 
-    The arguments are those of `CheckIndexed`.
+    The arguments are those of `CheckIndexRows`.
     """
 
     audited_as = "index"
@@ -210,7 +210,7 @@ class CorrectIndexed(Write[int]):
         self.lock_queries: Sequence[sa.Executable] = (query,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
-        query = sql.INDEXED_USER if self.of_user else sql.INDEXED_SESSION
+        query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
         rows = yield from read_rows(attempt, query)
         compared = _differences(attempt, rows, self.keys, of_user=self.of_user)
         if compared is None or not compared[1].total:
@@ -238,4 +238,4 @@ def _differences(
             return None
         row_id = session.row.id
         right = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
-    return row_id, Differences.between(rows.indexed, right, frozenset(keys))
+    return row_id, Differences.between(rows.index_rows, right, frozenset(keys))

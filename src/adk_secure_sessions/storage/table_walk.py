@@ -17,7 +17,7 @@ Reader = Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
 Key = sa.ColumnElement[Any]
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """The keys above *after*, up to and including *last*; None means no limit."""
 
     after: object | None
@@ -41,7 +41,7 @@ class Span(NamedTuple):
         self, read: Reader, query: sa.Select[Any], key: Key, **parameters: object
     ) -> Sequence[Row]:
         """Return the rows of *query*, a constant or cached, whose *key* is in this span."""
-        has_limits = Span(*(None if limit is None else 0 for limit in self))
+        has_limits = KeyRange(*(None if limit is None else 0 for limit in self))
         return await read(_within(query, key, has_limits), self.parameters | parameters)
 
 
@@ -86,14 +86,14 @@ async def rows_where(
     return rows
 
 
-async def spans(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[Span]:
+async def key_ranges(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[KeyRange]:
     """Yield spans of *key*, with *size* stored values each, for several statements; see `pages`."""
     after = None
     async for values in pages(read, _keys(key), key, size, lambda value: value):
         if len(values) == size:
-            yield Span(after, values[-1])
+            yield KeyRange(after, values[-1])
             after = values[-1]
-    yield Span(after, None)
+    yield KeyRange(after, None)
 
 
 def _end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
@@ -131,7 +131,7 @@ def grouped(
 
 
 @functools.cache
-def _within(query: sa.Select[Any], key: Key, has_limits: Span) -> sa.Select[Any]:
+def _within(query: sa.Select[Any], key: Key, has_limits: KeyRange) -> sa.Select[Any]:
     return query.where(*has_limits.conditions(key))
 
 
