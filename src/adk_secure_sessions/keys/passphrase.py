@@ -4,7 +4,6 @@ docs/format.md, "Key providers", defines the format of a wrapped key.
 """
 
 import asyncio
-import hmac
 import os
 import unicodedata
 from struct import Struct
@@ -15,8 +14,8 @@ from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
-from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
-from adk_secure_sessions.keys.providers import check_key_id
+from adk_secure_sessions.hiding import hides_locals
+from adk_secure_sessions.keys.providers import RootKey, check_key_id
 
 PASSPHRASE_WRAP = b"\x02"
 _SALT_LENGTH = 16
@@ -29,7 +28,7 @@ _one_at_a_time = ThreadLock()
 
 
 @hides_locals
-class PassphraseKey(HoldsSecrets):
+class PassphraseKey(RootKey):
     """A root key that Argon2id derives from a passphrase.
 
     The salt and the cost of the derivation are stored with each wrapped key.
@@ -76,15 +75,8 @@ class PassphraseKey(HoldsSecrets):
         self._ciphers: dict[bytes, Aes256Gcm] = {}
         self._authentic_header = b""
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, PassphraseKey)
-            and self.key_id == other.key_id
-            and hmac.compare_digest(self._passphrase, other._passphrase)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.key_id)
+    def _identity(self) -> tuple[object, ...]:
+        return self.key_id, self._passphrase
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with a key derived from the passphrase.

@@ -117,8 +117,25 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
     return HKDFExpand(SHA256(), length, info).derive(key)
 
 
+class RootKey(HoldsSecrets):
+    """Base class of the root keys of this package: two are equal if `_identity` is."""
+
+    __slots__ = ()
+    key_id: str
+
+    def _identity(self) -> tuple[object, ...]:
+        """Return what tells this root key from all others."""
+        return (self.key_id,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RootKey) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self.key_id)
+
+
 @hides_locals
-class StaticKey(HoldsSecrets):
+class StaticKey(RootKey):
     """A root key in the memory of this process.
 
     `key_id` is the text `key:`, followed by 16 hexadecimal digits that are derived from the root
@@ -137,12 +154,6 @@ class StaticKey(HoldsSecrets):
         raw = parse_key(key)
         self.key_id: str = f"{_STATIC_KEY}{_derive(raw, 'key-id', 8).hex()}"
         self._cipher = Aes256Gcm(_derive(raw, "wrap", KEY_LENGTH))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StaticKey) and self.key_id == other.key_id
-
-    def __hash__(self) -> int:
-        return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with AES-256-GCM and a key derived from the root key."""

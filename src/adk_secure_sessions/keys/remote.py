@@ -24,8 +24,8 @@ from adk_secure_sessions.errors import (
     TamperedError,
     install_command,
 )
-from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
-from adk_secure_sessions.keys.providers import check_key_id
+from adk_secure_sessions.hiding import hides_locals
+from adk_secure_sessions.keys.providers import RootKey, check_key_id
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def _log_filter(record: logging.LogRecord) -> bool:
 
 
 @hides_locals
-class RemoteKey(HoldsSecrets):
+class RemoteKey(RootKey):
     """A root key in a key service, which encrypts and decrypts with this key on request.
 
     No connection stays open between two calls, so an object can be used in several event loops and
@@ -91,15 +91,8 @@ class RemoteKey(HoldsSecrets):
         self._timeout = timeout
         self._attempts = attempts
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RemoteKey)
-            and type(other) is type(self)
-            and (other.key_id, other._address) == (self.key_id, self._address)
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.key_id)
+    def _identity(self) -> tuple[object, ...]:
+        return type(self), self.key_id, self._address
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` in the key service, and bind the result to `associated_data`."""
