@@ -136,7 +136,7 @@ async def test_attempts_are_bounded_and_a_call_that_fails_for_good_is_not_repeat
     ],
 )
 def test_answer_with_an_unknown_code_is_reported(retryable: bool, text: str) -> None:
-    error = Failing(0)._rejected("the service", 7, retryable=retryable)
+    error = Failing(0)._other_error("the service", 7, retryable=retryable)
     assert str(error) == f"root key 'failing': the service {text}"
     assert error.retryable is retryable
 

@@ -29,10 +29,10 @@ def call(one: AsyncEngineExecutor) -> bool:
     """A call that begins and ends in an event loop of its own; whether it was the first there."""
 
     async def enter_and_leave() -> bool:
-        first = one.enter()
-        assert not one.enter()
-        one.leave()
-        one.leave()
+        first = one.begin_call()
+        assert not one.begin_call()
+        one.end_call()
+        one.end_call()
         return first
 
     return asyncio.run(enter_and_leave())
@@ -48,10 +48,10 @@ def test_second_event_loop_is_rejected_while_a_call_is_under_way(
     one = executor_without_a_server(owns_engine=True, is_server=is_server)
 
     async def call_from_another_thread() -> None:
-        one.enter()
+        one.begin_call()
         with pytest.raises(ConfigurationError, match="belong to another event loop"):
             await asyncio.to_thread(call, one)
-        one.leave()
+        one.end_call()
 
     asyncio.run(call_from_another_thread())
 
@@ -61,8 +61,8 @@ def test_second_event_loop_is_rejected_while_the_first_may_use_its_connections_a
     with asyncio.Runner() as runner:
 
         async def enter_and_leave() -> None:
-            one.enter()
-            one.leave()
+            one.begin_call()
+            one.end_call()
 
         runner.run(enter_and_leave())
         with pytest.raises(ConfigurationError, match="belong to another event loop"):
@@ -103,10 +103,10 @@ def test_event_loop_closes_the_connections_at_its_end() -> None:
     pool = one._engine.pool
 
     async def enter() -> None:
-        one.enter()
+        one.begin_call()
         await asyncio.sleep(0)
         assert one._engine.pool is pool
-        one.leave()
+        one.end_call()
 
     asyncio.run(enter())
     assert one._engine.pool is not pool  # SQLAlchemy replaces the pool that it disposes of
@@ -117,8 +117,8 @@ def test_event_loop_does_not_keep_an_unused_executor_in_memory() -> None:
     gone = weakref.ref(one)
 
     async def enter(one: AsyncEngineExecutor) -> None:
-        one.enter()
-        one.leave()
+        one.begin_call()
+        one.end_call()
 
     with asyncio.Runner() as runner:
         runner.run(enter(one))

@@ -35,7 +35,7 @@ from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 
 _COUNT_ROWS = {"preserve_rowcount": True}  # by default, SQLAlchemy has no row count of an INSERT
 _KILL_TIMEOUT = 5.0  # seconds
-_CANCEL_REQUESTS = 5  # maximum number for one query; one or two seconds pass between them
+_MAX_CANCEL_REQUESTS = 5  # for one query; one or two seconds pass between them
 # A key of `Connection.info`, set once we have checked whether the connection is behind a pooler.
 _CHECKED = "adk_secure_sessions.pooler"
 
@@ -87,7 +87,7 @@ class AsyncEngineExecutor:
         # The tasks whose query we have asked a server to end.
         self._interrupted: set[asyncio.Task[Any]] = set()
         # The tasks that ask a server to end a query.
-        self._interrupting: set[asyncio.Task[Any]] = set()
+        self._cancel_requests: set[asyncio.Task[Any]] = set()
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         work = partial(self._fetch, query=query, parameters=parameters)
@@ -117,7 +117,7 @@ class AsyncEngineExecutor:
     async def close(self) -> None:
         if os.getpid() != self._pid:
             return  # not used in this process: all tasks and connections are those of the parent
-        while tasks := [*self._tasks, *self._interrupting]:
+        while tasks := [*self._tasks, *self._cancel_requests]:
             await asyncio.wait(tasks)
         if self._owns_engine:
             await self._release_all()
@@ -158,7 +158,7 @@ class AsyncEngineExecutor:
         disposals = self._disposals
         async with self._exclusive_use(commit), self._engine.connect() as connection:
             assert connection.sync_connection is not None
-            self._mark_begun(connection.sync_connection.connection.driver_connection)
+            self._mark_connected(connection.sync_connection.connection.driver_connection)
             try:
                 if self._is_psycopg and not connection.sync_connection.info.get(_CHECKED):
                     await connection.run_sync(_prepare_nothing_behind_pooler)
@@ -178,7 +178,7 @@ class AsyncEngineExecutor:
                 # The request to end the query may still be on its way to the server.  If this
                 # connection returned to the pool, another task could use it, and the request would
                 # end the query of that task.
-                if self._mark_ended() or disposals != self._disposals:
+                if self._mark_finished() or disposals != self._disposals:
                     await connection.invalidate()
 
     def _exclusive_use(self, writes: bool) -> AbstractAsyncContextManager[None]:
@@ -198,10 +198,10 @@ class AsyncEngineExecutor:
 
         If *work* is *interruptible*, because it writes nothing, a cancellation ends its query.
         """
-        self.enter()
+        self.begin_call()
         task = asyncio.ensure_future(work())
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._end_task)
 
         def on_cancel() -> None:
             if task not in self._connections:
@@ -274,8 +274,8 @@ class AsyncEngineExecutor:
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._interrupting.add(task)
-        task.add_done_callback(self._interrupting.discard)
+        self._cancel_requests.add(task)
+        task.add_done_callback(self._cancel_requests.discard)
 
     async def _kill(self, statement: str) -> None:
         try:
@@ -284,12 +284,12 @@ class AsyncEngineExecutor:
         except Exception:
             pass  # the connection has ended, or the server does not answer
 
-    def _mark_begun(self, driver: Any) -> None:
+    def _mark_connected(self, driver: Any) -> None:
         if (task := asyncio.current_task()) in self._tasks:
             assert task is not None
             self._connections[task] = driver
 
-    def _mark_ended(self) -> bool:
+    def _mark_finished(self) -> bool:
         """Prevent later interrupts of the current task; return whether one may be under way."""
         task = asyncio.current_task()
         if task not in self._connections:
@@ -297,7 +297,7 @@ class AsyncEngineExecutor:
         self._connections[task] = None
         return task in self._interrupted
 
-    def enter(self) -> bool:
+    def begin_call(self) -> bool:
         """Register a call, and return whether it is the first call in its event loop."""
         loop, pid = asyncio.get_running_loop(), os.getpid()
         with self._lock.lock:
@@ -313,7 +313,7 @@ class AsyncEngineExecutor:
             self._calls += 1
         return is_first
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """Register the end of a call."""
         with self._lock.lock:
             self._calls -= 1
@@ -328,7 +328,7 @@ class AsyncEngineExecutor:
                 "each loop that runs at the same time, or on SQLite pass db_url"
             )
         self._calls = 0
-        for former in self._tasks, self._connections, self._interrupted, self._interrupting:
+        for former in self._tasks, self._connections, self._interrupted, self._cancel_requests:
             former.clear()  # `close` would wait forever for tasks of a parent process
         if self._loop is None or not keeps:
             return
@@ -342,15 +342,15 @@ class AsyncEngineExecutor:
         # connections belong to the parent process.
         self._engine.sync_engine.dispose(close=False)
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self.leave()
+    def _end_task(self, task: asyncio.Task[Any]) -> None:
+        self.end_call()
         self._tasks.discard(task)
         self._connections.pop(task, None)
         self._interrupted.discard(task)
 
     async def _end_of_loop(self) -> None:
-        if self._interrupting:
-            await asyncio.wait(self._interrupting)
+        if self._cancel_requests:
+            await asyncio.wait(self._cancel_requests)
         if self._owns_engine:
             await self._release_all()
 
@@ -366,7 +366,7 @@ async def _cancel_query(task: asyncio.Task[Any], driver: Any) -> None:
     A pooler ignores a request if the query has not reached the server yet.  If *task* were
     cancelled instead, psycopg would send only one.
     """
-    for _ in range(_CANCEL_REQUESTS):
+    for _ in range(_MAX_CANCEL_REQUESTS):
         try:
             await driver.cancel_safe(timeout=1)
         except Exception:

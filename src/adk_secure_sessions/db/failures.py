@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
     codes: Sequence[str | int]
     advice: str  # what the user can do; the end of the text of the `DatabaseError`
     retryable: bool = False  # whether the same call may succeed later
-    means: type[Exception] | None = None  # an exception of `protocol` that replaces the error
+    replaced_by: type[Exception] | None = None  # an exception of `protocol` that replaces the error
     # Whether the database's text for these errors never contains stored values.  Only then, the
     # `DatabaseError` quotes this text.
     is_quotable: bool = True
@@ -158,7 +158,7 @@ def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
     """
     if isinstance(error, sa.exc.TimeoutError):
         return pool_timed_out()
-    driver = _of_driver(error)
+    driver = _driver_error(error)
     system = isinstance(driver, OSError | EOFError)
     if not (system or isinstance(error, sa.exc.SQLAlchemyError) or _is_of_driver(driver)):
         return error
@@ -172,22 +172,22 @@ def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
     )
     kind = _kind_of(codes)
     lost = connection_lost or getattr(error, "connection_invalidated", False)
-    if lost or unanswered or system or kind.means is Disconnected:
+    if lost or unanswered or system or kind.replaced_by is Disconnected:
         return Disconnected(_database_error(driver, codes, _LOST if kind is _OTHER else kind))
-    return _database_error(driver, codes, kind) if kind.means is None else kind.means()
+    return _database_error(driver, codes, kind) if kind.replaced_by is None else kind.replaced_by()
 
 
 def is_read_only(error: BaseException) -> bool:
     """Return whether *error* shows that the server rejects writes, like a former primary."""
-    return not _codes(_of_driver(error)).isdisjoint(_READ_ONLY)
+    return not _codes(_driver_error(error)).isdisjoint(_READ_ONLY)
 
 
 def needs_unprepared(error: BaseException) -> bool:
     """Return whether *error* shows that prepared statements must be disabled: see `_PREPARED`."""
-    return not _codes(_of_driver(error)).isdisjoint(_PREPARED)
+    return not _codes(_driver_error(error)).isdisjoint(_PREPARED)
 
 
-def _of_driver(error: BaseException) -> Any:
+def _driver_error(error: BaseException) -> Any:
     return error.orig if isinstance(error, sa.exc.DBAPIError) else error
 
 

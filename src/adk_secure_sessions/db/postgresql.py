@@ -105,11 +105,11 @@ class AsyncpgExecutor(AsyncEngineExecutor):
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
-        self.enter()
+        self.begin_call()
         try:
             return await self._use(lambda statements: statements.fetch(query, parameters))
         finally:
-            self.leave()
+            self.end_call()
 
     async def close(self) -> None:
         if os.getpid() != self._pid:
@@ -151,8 +151,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         finally:
             self._slots.release()
 
-    def enter(self) -> bool:
-        is_first = super().enter()
+    def begin_call(self) -> bool:
+        is_first = super().begin_call()
         if is_first:
             _abandoned.extend(self._idle)
             self._idle.clear()
@@ -171,7 +171,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         async with self._exclusive_use(False):
             pooled = await self._acquire()
             driver: Any = pooled.driver_connection
-            self._mark_begun(driver)
+            self._mark_connected(driver)
             statements = _StatementRunner(
                 driver, pooled.info.setdefault(_PREPARED, {}), self._pooler, self._read_timeout
             )

@@ -200,8 +200,8 @@ class AwsKmsKey(RemoteKey):
                 "an alias was moved to another key, move it back"
             )
         if code in _ADVICE:
-            return self._advised(code)
-        return self._rejected("AWS KMS", status, retryable=retryable)
+            return self._known_error(code)
+        return self._other_error("AWS KMS", status, retryable=retryable)
 
     def _call_error(self, error: Any) -> Exception:
         from botocore import exceptions

@@ -134,7 +134,7 @@ class GcpKmsKey(RemoteKey):
                 retryable=error.retryable,
             ) from None
         except GoogleAPICallError as error:
-            raise self._explained(error, operation) from None
+            raise self._service_error(error, operation) from None
 
     def _client(self, credentials: "Credentials") -> "KeyManagementServiceAsyncClient":
         from google.api_core.client_options import ClientOptions
@@ -155,7 +155,7 @@ class GcpKmsKey(RemoteKey):
             client_options=ClientOptions(api_endpoint=self._endpoint),
         )
 
-    def _explained(self, error: Exception, operation: str) -> Exception:
+    def _service_error(self, error: Exception, operation: str) -> Exception:
         name, text = type(error).__name__, str(error).lower()
         if name == "InvalidArgument":
             if "crc32c" in text or "checksum" in text:
@@ -163,7 +163,7 @@ class GcpKmsKey(RemoteKey):
             if operation == "decrypt":
                 return TamperedError()
         if name in _ADVICE:
-            return self._advised(name)
+            return self._known_error(name)
         if "metadata from plugin" in text:  # what gRPC says of all errors of credentials
             return self._failure(
                 f"the credentials cannot be used ({name})",
@@ -172,7 +172,7 @@ class GcpKmsKey(RemoteKey):
             )
         if name == "ServiceUnavailable":
             return self._unreachable(f"cannot be reached ({name})")
-        return self._rejected("Cloud KMS", name, retryable=name in _RETRYABLE)
+        return self._other_error("Cloud KMS", name, retryable=name in _RETRYABLE)
 
     def _corrupted(self) -> KeyServiceError:
         return self._failure("data was corrupted in transit", "try again", retryable=True)
@@ -184,8 +184,8 @@ def _checksum(data: bytes) -> int:
     return int(google_crc32c.value(data))
 
 
-def _find_credentials(given: Any) -> Any:
-    """Return *given*, or the application default credentials if *given* is None.
+def _find_credentials(credentials: Any) -> Any:
+    """Return *credentials*, or the application default credentials if *credentials* is None.
 
     The credentials of a cloud machine come from the machine's metadata service, through plain HTTP.
     If a proxy for HTTP is configured, google-auth would send these requests to the proxy, which
@@ -210,25 +210,25 @@ def _find_credentials(given: Any) -> Any:
     session = requests.Session()
     session.mount("http://", Direct())
     send = Request(session)
-    found = given or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(found, service_account.Credentials) and found._subject is None:
-        return found  # it signs tokens itself
+    inner = credentials or google.auth.default(scopes=_SCOPES, request=send)[0]
+    if isinstance(inner, service_account.Credentials) and inner._subject is None:
+        return inner  # it signs tokens itself
     with_scopes: Any = google.auth.credentials.with_scopes_if_required
-    found = with_scopes(found, _SCOPES)
-    # Set the "universe domain", the domain of Google's services.  Otherwise, *found* would request
+    inner = with_scopes(inner, _SCOPES)
+    # Set the "universe domain", the domain of Google's services.  Otherwise, *inner* would request
     # this domain through the proxy.
-    if isinstance(found, compute_engine.Credentials):
+    if isinstance(inner, compute_engine.Credentials):
         domain = _metadata.get_universe_domain(send)  # type: ignore[no-untyped-call]
-        found = found.with_universe_domain(domain)
+        inner = inner.with_universe_domain(domain)
 
     class Checked(google.auth.credentials.Credentials):
-        universe_domain: str = found.universe_domain
+        universe_domain: str = inner.universe_domain
 
         def refresh(self, request: Any) -> None:
-            found.refresh(send)
+            inner.refresh(send)
 
         def before_request(self, request: Any, method: str, url: str, headers: Any) -> None:
-            found.before_request(send, method, url, headers)
+            inner.before_request(send, method, url, headers)
 
     return Checked()  # type: ignore[no-untyped-call]
 

@@ -157,16 +157,16 @@ class Pkcs11Key(RemoteKey):
             with self._module.held(self._timeout) as library:
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
-                    raise self._advised(self._pin_error)
+                    raise self._known_error(self._pin_error)
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
                         return use(self._key(session), *data)
                 except pkcs11.PKCS11Error as error:
                     # Inside of `held`: the thread that waits for it must not try the PIN again.
-                    raise self._explained(error, at_login=not is_open) from None
+                    raise self._token_error(error, at_login=not is_open) from None
         except pkcs11.PKCS11Error as error:
-            raise self._explained(error, at_login=False) from None
+            raise self._token_error(error, at_login=False) from None
 
     def _key(self, session: Any) -> Any:
         from pkcs11 import Attribute, KeyType, ObjectClass
@@ -176,10 +176,10 @@ class Pkcs11Key(RemoteKey):
             Attribute.KEY_TYPE: KeyType.AES,
             Attribute.LABEL: self._label,
         }
-        found = [*session.get_objects(template)]
-        if len(found) != 1:
-            raise self._failure(f"{len(found)} AES keys have this label", "it must be exactly one")
-        (key,) = found
+        keys = [*session.get_objects(template)]
+        if len(keys) != 1:
+            raise self._failure(f"{len(keys)} AES keys have this label", "it must be exactly one")
+        (key,) = keys
         if key[Attribute.EXTRACTABLE] or not key[Attribute.SENSITIVE]:
             raise self._failure(
                 "the key can be extracted from its token",
@@ -193,7 +193,7 @@ class Pkcs11Key(RemoteKey):
             )
         return key
 
-    def _explained(self, error: Exception, *, at_login: bool) -> KeyServiceError:
+    def _token_error(self, error: Exception, *, at_login: bool) -> KeyServiceError:
         unmapped = _UNMAPPED.fullmatch(str(error))
         name = unmapped[1] if unmapped else type(error).__name__
         if _INITIALIZED in str(error):
@@ -208,7 +208,7 @@ class Pkcs11Key(RemoteKey):
         if name in _ADVICE:
             if "Pin" in name:
                 self._pin_error = name
-            return self._advised(name)
+            return self._known_error(name)
         self._module.failed = True
         return self._failure(
             f"the token failed ({name})",

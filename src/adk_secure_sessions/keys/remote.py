@@ -155,12 +155,12 @@ class RemoteKey(RootKey):
         """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
 
-    def _advised(self, name: str) -> KeyServiceError:
+    def _known_error(self, name: str) -> KeyServiceError:
         """Return the error for the entry *name* of `_advice`: the cause, and what to do."""
         what, check = self._advice[name]
         return self._failure(f"{what} ({name})", check)
 
-    def _rejected(self, service: str, code: object, *, retryable: bool) -> KeyServiceError:
+    def _other_error(self, service: str, code: object, *, retryable: bool) -> KeyServiceError:
         """Return the error for an answer of *service* with a *code* that has no advice."""
         if retryable:
             what, check = "cannot answer now", "check its status and quotas"

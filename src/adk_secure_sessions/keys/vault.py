@@ -192,7 +192,7 @@ class VaultKey(RemoteKey):
                 token = await self._current_token(client, instead_of=token)
                 status, content = await self._post(client, path, body, token)
         if status != _OK:
-            raise self._explained(status, content, operation)
+            raise self._service_error(status, content, operation)
         return self._part(content, "data")
 
     async def _current_token(self, client: "httpx.AsyncClient", *, instead_of: str | None) -> str:
@@ -249,21 +249,21 @@ class VaultKey(RemoteKey):
                 ) from None
             raise self._unreachable(f"cannot be reached ({type(error).__name__})") from None
 
-    def _explained(self, status: int, content: bytes, operation: str) -> Exception:
-        found = None
+    def _service_error(self, status: int, content: bytes, operation: str) -> Exception:
+        meaning = None
         if status == _BAD_REQUEST:  # with other codes, the same words are about Vault's own storage
             text = content.decode(errors="replace")
-            found = next((means for words, means in _WORDS.items() if words in text), None)
-        if found == _TAMPERED and operation == "decrypt":
+            meaning = next((meaning for words, meaning in _WORDS.items() if words in text), None)
+        if meaning == _TAMPERED and operation == "decrypt":
             return TamperedError()
         if status in _RETRYABLE:
             what = "is sealed or in maintenance" if status == _SEALED else "cannot answer now"
             return self._failure(
                 f"Vault {what} ({status})", "check its status and its quotas", retryable=True
             )
-        if found is not None:
+        if meaning is not None:
             return self._failure(
-                f"Vault rejects the call ({status}): {found}", "check the key in Vault"
+                f"Vault rejects the call ({status}): {meaning}", "check the key in Vault"
             )
         if status == _LOGIN_IS_NEEDED:
             return self._failure(
