@@ -21,7 +21,6 @@ SIZES = {
 }
 DIRECTIONS = ("encrypt", "decrypt")
 RECORDS = ("0B", "50B", "350B", "1KB", "10KB")
-SHOWN_SIZES = ("350B", "10KB", "1MB")  # in the page's table; its chart shows all
 RECORD_SIZES = {"0B": 0, **SIZES}
 
 # Conversations: rounds by number of concurrent conversations; turns, each of four events.
@@ -43,11 +42,9 @@ KEY_OPERATIONS = 10_000
 COLD_EVENTS = 20
 # Blobs of artifacts: sizes in bytes, and the goals for one of 1 MB over HTTP.
 BLOBS = {"100KB": 100_000, "1MB": 1_000_000, "10MB": 10_000_000}
-BLOB_STORES = {"directory": "a directory", "s3": "S3 over HTTP, on the same machine"}
+BLOB_STORES = ("directory", "s3")
 BLOB_GOALS = {"upload": 0.5, "download": 0.3}  # seconds
 BLOB_OVERHEAD = 1.10
-
-ARTIFACT_OPERATIONS = ("save", "first read", "repeated read")
 
 # ADK's memory: entries of one user, and the words of each query.
 MEMORY_ENTRIES = 10_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.benchmarks import budgets, overhead, plan
 from tests.benchmarks.charts import DATABASE_LABELS, OPERATIONS, SIDE_LABELS, charts, size_label
-from tests.benchmarks.databases import ADK, ADK_SQLITE, CACHED_EVENTS, FERNET, FLOOR, NO_OP, OURS
+from tests.benchmarks.databases import ADK, ADK_SQLITE, FERNET, FLOOR, NO_OP, OURS
 from tests.benchmarks.markdown import markdown_table as _markdown
 from tests.benchmarks.markdown import rendered
 from tests.benchmarks.results import Results, changes, quantity
@@ -194,27 +194,6 @@ class Report:
         rows = [*(f"session, {label}" for label in plan.PAYLOADS), "event"]
         return self.table(DATABASE_LABELS[database], columns, rows)
 
-    def blobs(self, store: str) -> str:
-        """Return the table of uploads and downloads of blobs."""
-        cells = []
-        for direction in ("upload", "download"):
-            for size in plan.BLOBS:
-                name = f"blobs/{store}/{direction}, {size}"
-                ours = f"{name}/encrypted"
-                ratio = f"{name}/relative to plaintext"
-                times = [self.text(ours), self.text(f"{name}/plaintext"), self.interval(ratio)]
-                cells.append([f"{direction}, {size_label(size)}", *times])
-        columns = ["encrypted", "plaintext", "relative to plaintext"]
-        return _markdown([plan.BLOB_STORES[store], *columns], cells)
-
-    def artifacts(self) -> str:
-        """Return the table of artifacts saved and loaded by the service."""
-        columns = [
-            (heading, f"blobs/{store}/artifact of 1MB/{{}}")
-            for store, heading in plan.BLOB_STORES.items()
-        ]
-        return self.table("artifact of 1 MB", columns, plan.ARTIFACT_OPERATIONS)
-
     def scaling(self, database: str, label: str) -> str:
         """Return the table of appends by several processes at once."""
         cells = []
@@ -237,19 +216,6 @@ class Report:
         """Return a number that was counted."""
         return round(self._figures[name].value)
 
-    def many_events(self) -> str:
-        """Return the table of operations in a database with many events, by layout."""
-        cells = []
-        many = self.count("scaling/events")
-        for operation in plan.SCALING_OPERATIONS:
-            for layout in plan.LAYOUTS:
-                name = f"scaling/{operation}/{layout}"
-                times = [self.text(f"{name}, {rows:,} events") for rows in (plan.FEW_EVENTS, many)]
-                ratio = self.interval(f"{name}, many relative to few")
-                cells.append([operation, layout, *times, ratio])
-        sizes = [f"{rows:,} events" for rows in (plan.FEW_EVENTS, many)]
-        return _markdown(["operation", "layout", *sizes, "many relative to few"], cells)
-
     def packing(self, database: str, rows: Sequence[str]) -> str:
         """Return the table of sizes or times with each kind of compression and padding."""
         sides = [("JSON", "JSON"), ("ADK", ADK), *((side, side) for side in plan.PACKING)]
@@ -259,20 +225,6 @@ class Report:
             if self.has(f"{database}/packing/{rows[0]}/{side}")
         ]
         return self.table(DATABASE_LABELS[database], columns, rows)
-
-    def histories(self, database: str) -> str:
-        """Return the table of reads with the cache of events."""
-        sides = {"no cache": OURS, "cached": CACHED_EVENTS}
-        cells = []
-        for events in plan.HISTORY_EVENTS:
-            name = f"{database}/history, {events} events"
-            row = [f"{events:,} events", self.text(f"{name}/{ADK}")]
-            for side in sides.values():
-                ratio = self.with_goal(f"{name}/{side} relative to {ADK}")
-                row += [self.text(f"{name}/{side}"), ratio]
-            cells.append(row)
-        columns = [heading for side in sides for heading in (side, "to ADK (goal)")]
-        return _markdown([DATABASE_LABELS[database], "ADK", *columns], cells)
 
     def compared(self, first: str, name: str, rows: Sequence[str]) -> str:
         """Return a table of our time, ADK's and their ratio; *name* has a `{}` for the row."""
