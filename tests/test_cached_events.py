@@ -129,19 +129,6 @@ async def test_events_of_others_appear_and_known_ones_are_not_read_again(tmp_pat
         assert rows.taken() == (3, 3 * fixed)
 
 
-async def test_off_by_default(tmp_path: Path) -> None:
-    rows = Rows(lambda: service_on(tmp_path, cache=Caches(events=0)))
-    async with rows.service as service:
-        await service.create_session(**WHO)
-        await converse(service, 0, 30)
-        for _ in range(2):
-            rows.taken()
-            await get(service)
-            queries, number = rows.taken()
-            assert queries == 1
-            assert number > 30
-
-
 @pytest.mark.parametrize("size", [-1, 1.5, None])
 @pytest.mark.parametrize("name", ["sessions", "data_keys", "events"])
 def test_sizes_that_cannot_be_used_are_rejected(name: str, size: Any) -> None:

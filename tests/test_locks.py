@@ -37,14 +37,6 @@ async def test_lock_that_no_task_wants_is_removed() -> None:
     assert known(locks) == 0
 
 
-async def test_lock_is_released_when_its_holder_fails() -> None:
-    locks = LoopLocks()
-    with pytest.raises(RuntimeError, match="inside"):
-        async with locks.lock("key"):
-            raise RuntimeError("inside")
-    await asyncio.wait_for(worker(locks, "key", []), 5)
-
-
 async def test_cancelled_waiter_leaves_the_lock_to_the_next() -> None:
     locks, log = LoopLocks(), list[str]()
     async with locks.lock("key"):

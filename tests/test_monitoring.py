@@ -143,18 +143,6 @@ def test_dashboard_shows_each_metric(text: str) -> None:
         assert name.removesuffix("_ratio") in shown
 
 
-def test_panels_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"])
-                 for y in range(at["y"], at["y"] + at["h"])}  # fmt: skip
-        assert not cells & taken, panel["title"]
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
 def test_errors_that_the_alert_leaves_out_have_these_names() -> None:
     (rule,) = (rule for rule in ALERTS if rule["alert"] == "SecureSessionsOperationsFailing")
     (left_out,) = re.findall(r'error_type!~"([^"]*)"', rule["expr"])

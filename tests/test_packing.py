@@ -6,7 +6,6 @@ A record of `NoOpBackend` shows its flags; the length of one of AES-256-GCM is t
 and `AES`.
 """
 
-import asyncio
 import base64
 import sqlite3
 from contextlib import closing
@@ -25,7 +24,6 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     EncryptedSessionWrapper,
     EncryptionBackend,
-    FernetBackend,
     Packing,
 )
 from adk_secure_sessions.formats.records import PADDED, ZLIB, padme
@@ -35,7 +33,6 @@ from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.migration import PlaintextFallbackService, migrate
 from tests import format_reader
-from tests.cli.support import run
 from tests.drivers import each_driver, server, url
 from tests.maintenance.support import plaintext_backend
 from tests.migration.lookups import MemoryLookup
@@ -155,20 +152,6 @@ async def test_every_service_reads_what_a_service_has_packed(
         await assert_readable(service)
     async with service_on(url) as reader:
         await assert_readable(reader)
-
-
-@pytest.mark.parametrize("backend", [AesGcmBackend, FernetBackend, None])
-async def test_every_backend_packs(tmp_path: Path, backend: Any) -> None:
-    def made() -> EncryptionBackend:
-        return backend(KEY) if backend else plaintext_backend()
-
-    async with service_on(file(tmp_path), made(), **BOTH) as service:
-        await write(service)
-    async with service_on(file(tmp_path), made()) as service:
-        await assert_readable(service)
-    sizes = {kind: max(map(len, rows)) for kind, rows in stored(file(tmp_path)).items()}
-    del sizes["data key"]
-    assert max(sizes.values()) < 1000, "each value of 6 KB and more repeats one sentence"
 
 
 async def test_flags_say_what_each_record_needs(tmp_path: Path) -> None:
@@ -345,24 +328,3 @@ async def test_fallback_packs_the_session_that_it_copies(tmp_path: Path) -> None
         await service.append_event(session, event("next"))
     assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, PADDED, PADDED]
     assert flags_of(file(tmp_path))["snapshot"] == [ZLIB | PADDED]
-
-
-def test_command_migrate_packs_what_it_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    async def fill() -> None:
-        plain = f"sqlite+aiosqlite:///{tmp_path}/plain.db"
-        async with service_on(plain, plaintext_backend()) as service:
-            await write(service)
-
-    asyncio.run(fill())
-    said = run(
-        "migrate", "copy", "--from", "sqlite:///plain.db", "--from-backend", "no-op",
-        "--to", "sqlite:///sessions.db", "--backend", "no-op",
-        "--compression", "zlib", "--padding", "padme",
-    )  # fmt: skip
-    assert said.code == 0, said
-    assert flags_of(file(tmp_path))["event"] == [ZLIB | PADDED, ZLIB | PADDED, PADDED]
-    assert run("migrate", "copy", "--from", "x", "--to", "y", "--compression", "gzip").code == 2

@@ -54,11 +54,6 @@ def test_key_file_with_a_windows_path_is_found(path: str) -> None:
     assert key_provider(f"file:{name}") == FileKey(name)
 
 
-def test_path_without_its_scheme_is_rejected_with_the_schemes() -> None:
-    with pytest.raises(ConfigurationError, match="file:"):
-        AesGcmBackend(r"C:\keys\root.key")
-
-
 @pytest.mark.parametrize("path", WINDOWS_PATHS)
 async def test_sqlite_url_with_a_windows_path_opens_this_file(path: str) -> None:
     name = named(path, ".db")

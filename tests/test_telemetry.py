@@ -38,7 +38,6 @@ from adk_secure_sessions import (
     generate_key,
     telemetry,
 )
-from adk_secure_sessions.formats.records import Cipher
 from adk_secure_sessions.integrations import wrapper
 from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge_blobs
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
@@ -504,43 +503,6 @@ def test_events_of_one_read_are_one_record_and_a_provider_may_be_set_late(tmp_pa
     assert cipher[0].attributes["adk_secure_sessions.plaintext.size_class"] == "256KiB"
 
 
-class _Spy:
-    """A cipher that notes, at each decryption, the operation that is being measured."""
-
-    def __init__(self, cipher: Cipher, seen: list[object]) -> None:
-        self._cipher = cipher
-        self._seen = seen
-
-    def encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return self._cipher.encrypt(plaintext, associated_data)
-
-    def decrypt(self, ciphertext: bytes, associated_data: bytes) -> bytes:
-        self._seen.append(telemetry.current_operation())
-        return self._cipher.decrypt(ciphertext, associated_data)
-
-
-def _reads(say: Say, path: str) -> None:
-    seen: list[object] = []
-
-    class Backend(AesGcmBackend):
-        def cipher(self, key: bytes) -> Cipher:
-            return _Spy(super().cipher(key), seen)
-
-    async def main() -> None:
-        url = f"sqlite+aiosqlite:///{path}"
-        async with EncryptedSessionService(url, Backend(generate_key())) as service:
-            await converse(service)
-
-    asyncio.run(main())
-    say([one is None for one in seen])
-
-
-def test_nothing_is_measured_without_a_provider(tmp_path: Path) -> None:
-    seen = measure(_reads, str(tmp_path / "s.db"))
-    assert seen
-    assert all(seen)
-
-
 def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_is_on", lambda: True)
     entered = []
@@ -554,23 +516,4 @@ def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -
     copy_context().run(call.send, None)
     call.close()  # as the collector of garbage does
     assert entered != [None]
-    assert telemetry.current_operation() is None
-
-
-@pytest.mark.parametrize("fails", ["at the start", "at the end"])
-async def test_span_processor_that_raises_leaves_no_operation_behind(
-    monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    async def fail(*arguments: Any) -> None:
-        if fails == "at the end":
-            await arguments[-1]()
-        raise ZeroDivisionError
-
-    async def method() -> None:
-        pass
-
-    monkeypatch.setattr(telemetry, "_is_on", lambda: True)
-    monkeypatch.setattr(telemetry, "_recorded", fail)
-    with pytest.raises(ZeroDivisionError):
-        await telemetry.measured(method)()
     assert telemetry.current_operation() is None

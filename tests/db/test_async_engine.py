@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool, StaticPool
+from sqlalchemy.pool import StaticPool
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
@@ -159,17 +159,6 @@ async def test_parameters_are_hidden_though_the_engine_shows_them(tmp_path: Path
         await apply(executor, insert(88_123, b"secret"))
     assert "88123" not in str(info.value)
     assert "secret" not in str(info.value)
-    await engine.dispose()
-
-
-async def test_engine_of_the_application_is_not_closed(tmp_path: Path) -> None:
-    url = f"sqlite+aiosqlite:///{tmp_path}/things.db"
-    engine = create_async_engine(url, poolclass=AsyncAdaptedQueuePool)
-    executor = AsyncEngineExecutor(engine, owns_engine=False)
-    await executor.run_sync(things.metadata.create_all, commit=True)
-    await executor.close()
-    assert isinstance(engine.pool, AsyncAdaptedQueuePool)
-    assert engine.pool.checkedin() == 1
     await engine.dispose()
 
 

@@ -219,9 +219,3 @@ async def test_closed_executor_opens_again(executor: Executor) -> None:
         closing = asyncio.gather(*running, executor.close(), executor.close())
         await asyncio.wait_for(closing, 30)
     assert len(await stored(executor)) == 15
-
-
-async def test_writes_at_once_are_all_stored(executor: Executor) -> None:
-    made = await asyncio.gather(*(apply(executor, insert(number)) for number in range(30)))
-    assert made == [True] * 30
-    assert len(await stored(executor)) == 30

@@ -59,11 +59,6 @@ def add(number: object) -> Steps[bool]:
     return bool((yield Apply([Change(INSERT, {"n": number})])))
 
 
-def add_slowly(number: int) -> Steps[bool]:
-    time.sleep(0.2)
-    return (yield from add(number))
-
-
 def wait() -> Steps[None]:
     time.sleep(0.2)
     yield from ()
@@ -203,42 +198,6 @@ async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks
     assert await stored(numbers) == [n for n in range(30) if n % 3 and n % 5]
 
 
-async def test_timeout_of_a_running_transaction_is_still_a_timeout(
-    numbers: SqliteExecutor,
-) -> None:
-    async def two_steps() -> None:
-        await numbers.write(partial(add_slowly, 1))
-        await asyncio.sleep(10)
-
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await two_steps()
-    assert await stored(numbers) == [1]
-
-
-@on_file
-async def test_work_queued_before_close_is_done(numbers: SqliteExecutor) -> None:
-    work = [asyncio.ensure_future(numbers.write(partial(add, n))) for n in range(20)]
-    await asyncio.sleep(0)
-    await numbers.close()
-    await asyncio.gather(*work)
-    assert len(await stored(numbers)) == 20
-
-
-@on_file
-async def test_full_disk_fails_the_transaction_and_no_other(numbers: SqliteExecutor) -> None:
-
-    def fill() -> Steps[None]:
-        yield Read(sa.text("PRAGMA max_page_count = 3"), {})
-        for number in range(100_000):
-            yield from add(number)
-
-    with pytest.raises(DatabaseError, match="full"):
-        await numbers.write(fill)
-    assert await numbers.write(partial(add, 1)) == 1
-    assert await stored(numbers) == [1]
-
-
 async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
     executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
     mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
@@ -307,13 +266,6 @@ async def test_mode_of_an_existing_file_stays_as_it_is(tmp_path: Path) -> None:
     await executor.close()
 
 
-async def test_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    executor = SqliteExecutor(sa.make_url(f"sqlite:///{tmp_path}/none/n.db"), {})
-    with pytest.raises(DatabaseError, match="SQLITE_CANTOPEN"):
-        await executor.write(partial(add, 1))
-    await executor.close()
-
-
 def use_as_somebody_else(say: Callable[[object], None], path: str) -> None:
     """Read, and try to write, with an account that may not write to the file or its directory."""
     if os.geteuid() == 0:
@@ -335,27 +287,6 @@ def use_as_somebody_else(say: Callable[[object], None], path: str) -> None:
         await executor.close()
 
     asyncio.run(use())
-
-
-@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open elsewhere"])
-async def test_file_that_cannot_be_written_can_be_read(is_open: bool) -> None:
-    with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other accounts
-        directory = Path(name)
-        path = directory / "n ü#?%.db"
-        executor = await opened(sa.URL.create("sqlite", database=str(path)))
-        await executor.write(partial(add, 1))
-        if not is_open:
-            await executor.close()
-        for file in directory.iterdir():
-            file.chmod(0o444)
-        directory.chmod(0o555)
-        ((rows, tables, (code, _)),) = await asyncio.to_thread(
-            results, (use_as_somebody_else, str(path))
-        )
-        directory.chmod(0o755)
-        await executor.close()
-        assert (rows, tables) == ([1], ["numbers"])
-        assert str(code).startswith("SQLITE_READONLY")
 
 
 def write_half_of_a_transaction(path: Path) -> None:

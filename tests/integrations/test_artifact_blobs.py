@@ -248,17 +248,6 @@ async def test_copy_that_deletes_in_the_store_loses_nothing_of_the_original(
         assert (await verify(db)).bad == 0
 
 
-async def test_purge_of_the_copy_withdraws_the_marks_of_the_original(
-    url: str, blobs: Path, copy: str
-) -> None:
-    """A backup that is restored beside a newer store is such a copy, too."""
-    await delete_artifact(url, blobs)
-    make_older(blobs, 2 * MONTH)
-    assert await purge(copy, blobs) == (0, 0, 2, 8, 0)
-    await assert_all_load(copy, blobs)
-    assert await purge(url, blobs) == (0, 2, 0, 6, 0)
-
-
 async def test_separated_copy_deletes_nothing_of_the_original(
     url: str, blobs: Path, copy: str
 ) -> None:

@@ -118,16 +118,6 @@ async def test_content_of_a_version_with_nan_in_its_metadata_is_reencrypted(
     assert await service.load_artifact(**HERE) == text(0)
 
 
-async def test_each_item_names_its_version_and_how_many_there_are(
-    sessions: EncryptedSessionService, service: EncryptedArtifactService, url: str, blobs: Path
-) -> None:
-    await save(service, 0, 1)
-    await rotate(url, blobs)
-    await save(service, 2)
-    numbers = [(one["version"], one["versions"]) for one in await items(sessions)]
-    assert numbers == [(0, 1), (1, 2), (0, 2), (1, 2), (2, 3)]
-
-
 @pytest.mark.parametrize("separate_keys", [False, True], ids=["one database", "key database"])
 async def test_every_content_gets_a_new_blob_and_a_new_key(
     url: str, blobs: Path, tmp_path: Path, separate_keys: bool

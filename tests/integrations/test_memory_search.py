@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.memory_items import EVENTS, Dropped, MemoryItem
+from adk_secure_sessions.formats.memory_items import EVENTS, MemoryItem
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
 from adk_secure_sessions.integrations.memory_index import (
@@ -167,18 +167,6 @@ def test_every_mark_may_be_part_of_a_long_run() -> None:
     for character in map(chr, range(sys.maxunicode + 1)):
         if character.isalnum() or character.isspace() or character == "_":
             assert not unicodedata.combining(unicodedata.normalize("NFD", character)[0])
-
-
-async def test_dropped_entries_leave_the_index() -> None:
-    values = [
-        {"id": str(n), "content": {"parts": [{"text": f"cat é{n} only{n}"}]}} for n in range(200)
-    ]
-    memory = UserMemory(SessionVersion(1, 0))
-    memory.apply(MemoryItem(EVENTS, values), "2.0.0")
-    memory.apply(MemoryItem(drop={0: Dropped(range(5, 200), "0" * 32)}), "2.0.0")
-    expected = [str(n) for n in range(5)]
-    assert [entry.id for entry in await memory.search("cat only150 é150")] == expected
-    assert len(memory._words) == 1 + 2 * 5, "cat, and two words of each entry"
 
 
 JSON = st.recursive(
