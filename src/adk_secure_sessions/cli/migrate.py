@@ -19,6 +19,7 @@ from adk_secure_sessions.cli.options import (
     with_confirm,
     with_dry_run,
     with_packing,
+    with_show_ids,
     with_store,
 )
 from adk_secure_sessions.cli.output import print_result, progress
@@ -83,7 +84,7 @@ _SOURCE_OPTIONS = (
         help="Time zone of the processes that wrote the source, if they stored local times.  "
         "Example: Europe/Berlin.",
     ),
-    click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."),
+    with_show_ids,
     on_database(url=TARGET_URL),
 )
 _SOURCE_ARGUMENTS = ("db_url", "keys", "backends", "key_db_url", "time_zone")
@@ -212,7 +213,7 @@ def _run(
     help="Where google-adk has stored artifacts: the directory of a FileArtifactService, or "
     "gs://BUCKET of a GcsArtifactService.",
 )
-@click.option("--show-ids", is_flag=True, help="Print readable ids, not only blind indexes.")
+@with_show_ids
 @with_confirm
 @with_dry_run
 @with_packing

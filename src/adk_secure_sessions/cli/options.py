@@ -39,6 +39,9 @@ with_dry_run: Decorator = click.option(
 )
 
 
+with_show_ids: Decorator = click.option(
+    "--show-ids", is_flag=True, help="Print readable ids, not only blind indexes."
+)
 with_confirm: Decorator = click.option(
     "--confirm",
     metavar="NAME",

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import encrypted_size
 from adk_secure_sessions.integrations.artifact_store import AnyStore, ArtifactStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import Version, parse_name, versions_of
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.maintenance import Database, Problem
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems, reject_orphans
+from adk_secure_sessions.maintenance.problems import Problems, reject_orphans
 from adk_secure_sessions.maintenance.row_scan import SessionIds, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
@@ -267,7 +267,7 @@ async def artifacts_of(
                 ):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions = versions_of(collection)
-            except ROW_ERRORS as error:
+            except DecryptionError as error:
                 problems.add_error(error, sessions.name, stored.id)
             else:
                 yield ids, collection, versions

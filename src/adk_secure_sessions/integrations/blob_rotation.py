@@ -28,7 +28,6 @@ from adk_secure_sessions.integrations.blob_maintenance import (
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.maintenance import Database, DataRotation, Progress
 from adk_secure_sessions.maintenance.counts import count_items
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.rotate_data import DataRotationRun
 from adk_secure_sessions.maintenance.row_scan import SessionIds
 from adk_secure_sessions.storage import writes
@@ -120,9 +119,9 @@ class _BlobRotationRun(DataRotationRun):
                     # Another database may use blobs under another prefix.
                     if version.blob.prefix == self._blobs.prefix:
                         await self._blobs.mark(version.blob.name)
-            except ROW_ERRORS as error:
+            except DecryptionError as error:
                 row = f"{collection.version.session_row}, {version.item_number}"
-                if isinstance(error, DecryptionError) and error.table is None:
+                if error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
                     self.result.bad_blobs += 1
                 self._problems.add_error(error, events.name, row)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.maintenance.row_scan import header_column, scan_data_keys
 from adk_secure_sessions.storage.schema import (
@@ -144,7 +144,7 @@ async def count_data_keys(db: Database, meter: Meter) -> tuple[DataKeyCount, ...
 
 def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
     """Return whether *keyring* can unwrap the data key: if so, *row* is authentic."""
-    with suppress(*ROW_ERRORS):
+    with suppress(DecryptionError):
         unwrap_data_key(row, keyring)
         return True
     return False

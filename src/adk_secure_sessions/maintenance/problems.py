@@ -6,7 +6,6 @@ any key, and may name any content of an artifact.  Therefore `retire`, which del
 row needs, and `purge blobs`, which deletes contents that no row names, first reject orphaned rows.
 """
 
-import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -36,9 +35,6 @@ from adk_secure_sessions.storage.table_walk import key_ranges
 T = TypeVar("T")
 
 _MAX_LISTED = 1000
-# Errors that decrypting and decoding a row may raise.  The last two errors are raised only for
-# plaintext records, which are not authenticated.
-ROW_ERRORS = (DecryptionError, struct.error, UnicodeDecodeError)
 # If a row of these tables is bad, many other rows cannot be decrypted, and each of them causes an
 # error that names the bad row.  So report a bad row of these tables only once.
 _NEEDED_BY_OTHERS = (apps.name, users.name, data_keys.name)
@@ -102,13 +98,11 @@ class Problems(CappedList[Problem]):
     def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
         self.add_error(TamperedError(detail, reason), table, row)
 
-    def add_error(self, error: Exception, table: str, row: object) -> bool:
+    def add_error(self, error: DecryptionError, table: str, row: object) -> bool:
         """Count and record the row that *error* names or, if *error* names none, *row*.
 
         Return True for a row of an app, user or data key: other rows need it.  It is counted once.
         """
-        if not isinstance(error, DecryptionError):
-            error = TamperedError("its content is malformed", Reason.MALFORMED)
         if error.table is not None and error.row is not None:
             table, row = error.table, error.row
         is_shared, name = table in _NEEDED_BY_OTHERS, (table, str(row))

@@ -6,11 +6,11 @@ from datetime import timedelta
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
+from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
@@ -97,7 +97,7 @@ async def purge(
                     await db.runner.identify(*ids), lambda session: is_due(session.row)
                 )
                 is_deleted = bool(dry_run or await db.runner.run(deletion))
-            except ROW_ERRORS as error:
+            except DecryptionError as error:
                 problems.add_error(error, sessions.name, stored.id)
                 result.bad += 1
             else:

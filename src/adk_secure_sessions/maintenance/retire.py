@@ -18,9 +18,10 @@ from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
 from adk_secure_sessions.maintenance.database import Database, reject_wrapper
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, CappedList, reject_orphans
+from adk_secure_sessions.maintenance.problems import CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
+    KEY_IS_UNCHANGED,
     header_column,
     read_owner_with_tag,
     scan_data_keys,
@@ -169,9 +170,9 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
     async for page in scan_sessions(db):
         for session in page:
             error = session.ids_or_error
-            if isinstance(error, DecryptionError) and error.reason is Reason.UNKNOWN_BACKEND:
-                raise error.located(sessions.name, session.id)  # the operator only has to list it
-            if isinstance(error, Exception):
+            if isinstance(error, DecryptionError):
+                if error.reason is Reason.UNKNOWN_BACKEND:  # the operator only has to list it
+                    raise error.located(sessions.name, session.id)
                 detail = "it cannot be decrypted, and may need any key: run `verify` for the cause"
                 raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
         await throttle.advance(len(page))
@@ -204,7 +205,7 @@ async def _retire_data_keys(
     rows = (await db.runner.read_data_keys([owner_tag])).data_keys
     try:
         decrypted = await _decrypt_owner(db, owner_tag, rows, throttle)
-    except ROW_ERRORS:
+    except DecryptionError:
         return _select_unused(rows, (), None)
     if decrypted is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
@@ -241,7 +242,7 @@ async def _retire_data_keys(
 async def _decrypt_owner(
     db: Database, owner_tag: bytes, rows: list[DataKeyRow], throttle: Meter
 ) -> tuple[tuple[int, ...], key_operations.HeaderCounts] | None:
-    """Decrypt all records of the owner, or raise one of `ROW_ERRORS`; return None if it is gone.
+    """Decrypt all records of the owner, or raise DecryptionError; return None if it is gone.
 
     Return the ids of the data keys that its row names, and the numbers of records by header.
     """
@@ -420,12 +421,7 @@ def _retire_masters(
 
 # --- statements ----------------------------------------------------------------------------------
 
-_DELETE_KEY = sa.delete(data_keys).where(
-    data_keys.c.id == sa.bindparam("at_id"),
-    data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-)
-
-
+_DELETE_KEY = sa.delete(data_keys).where(*KEY_IS_UNCHANGED)
 _OWNERS_WITH_SEVERAL_KEYS = (
     sa.select(data_keys.c.owner)
     .group_by(data_keys.c.owner)

@@ -25,7 +25,7 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.maintenance.counts import count_records, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem, Problems
+from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import RotationRun, require_same
 from adk_secure_sessions.maintenance.row_scan import (
@@ -43,7 +43,6 @@ from adk_secure_sessions.storage.schema import (
     apps,
     data_keys,
     events,
-    locating_errors,
     sessions,
     users,
     witnesses,
@@ -167,13 +166,12 @@ async def _records_of_owner(
     if not listed:
         return None
     (stored,) = listed
-    with locating_errors(table.name, row.id):
-        ids = (app_name_of(row.app_name),)
-        plaintext = keys.open(stored.tag, table.context(ids, stored), stored.state)
-        if table is _USERS:
-            _, plaintext = split_id(plaintext)
-        _, key_ids, _ = split_owner(plaintext)
-        keys.choose_current(stored.tag, key_ids)
+    ids = (app_name_of(row.app_name),)
+    plaintext = keys.open(stored.tag, table.context(ids, stored), stored.state)
+    if table is _USERS:
+        _, plaintext = split_id(plaintext)
+    _, key_ids, _ = split_owner(plaintext)
+    keys.choose_current(stored.tag, key_ids)
     return [
         _EncryptedRecord(table, stored, ids),
         *await _witness_records(db, ids, [stored.tag]),
@@ -194,7 +192,7 @@ async def _records_of_sessions(
             try:
                 ids_of[session.id] = session.require_ids()
                 records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
-            except ROW_ERRORS as error:
+            except DecryptionError as error:
                 problems.add_error(error, sessions.name, session.id)
         tags = [record.row.tag for record in records]
         yield records + await _witness_records(db, (app_name,), tags)
@@ -264,15 +262,13 @@ class DataRotationRun(RotationRun):
                 for row in page:
                     try:
                         await self._rotate_owner(table, row)
-                    except ROW_ERRORS as error:
+                    except DecryptionError as error:
                         self._problems.add_error(error, table.name, row.id)
                 await self._reject_other_rotation()
         return self.result.reencrypted > before
 
     async def _rotate_owner(self, table: SealedTable[Any], row: OwnerRow) -> None:
-        with locating_errors(table.name, row.id):
-            tag = require_bytes(row.tag)
-            app_name = app_name_of(row.app_name)
+        tag, app_name = require_bytes(row.tag), app_name_of(row.app_name)
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is _USERS)
         keys = await self._db.runner.load_data_keys(tag)
@@ -344,12 +340,11 @@ class DataRotationRun(RotationRun):
         for record in records:
             table = record.table
             try:
-                with locating_errors(table.name, record.name):
-                    if wanted_key is None or parse_header_or_none(record.stored) != wanted_key:
-                        context = table.context(record.ids, record.row)
-                        plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
-                        outdated.append((record, context, plaintext))
-            except ROW_ERRORS as error:
+                if wanted_key is None or parse_header_or_none(record.stored) != wanted_key:
+                    context = table.context(record.ids, record.row)
+                    plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
+                    outdated.append((record, context, plaintext))
+            except DecryptionError as error:
                 if not await self._has_newer_key(error, owner_tag, record):
                     self._problems.add_error(error, table.name, record.name)
         if self._dry_run or not outdated:
@@ -368,15 +363,15 @@ class DataRotationRun(RotationRun):
                 self.result.reencrypted += row[-1] == new[table.key_of(row)]
 
     async def _has_newer_key(
-        self, error: Exception, owner_tag: bytes, record: _EncryptedRecord
+        self, error: DecryptionError, owner_tag: bytes, record: _EncryptedRecord
     ) -> bool:
         """Return whether the key of *record* was created after the owner's keys were read.
 
         A service with another backend may create such a key.  The next pass re-encrypts the record.
         Return False if the key cannot be unwrapped: an attacker may have inserted its row.
         """
-        # If the error names a row of `secure_data_keys`, this row was read, and rejected.
-        if not isinstance(error, UnknownKeyError) or error.table != record.table.name:
+        # If the error names a row, this row of `secure_data_keys` was read, and rejected.
+        if not isinstance(error, UnknownKeyError) or error.table is not None:
             return False
         keys = await self._db.runner.load_data_keys(owner_tag)
         try:

@@ -6,7 +6,7 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command, record_new_key
-from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
@@ -25,7 +25,7 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problem
+from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotate_root import store_master_keys
 from adk_secure_sessions.maintenance.rotation import (
@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance.rotation import (
     authentic_masters,
     require_same,
 )
-from adk_secure_sessions.maintenance.row_scan import scan_data_keys
+from adk_secure_sessions.maintenance.row_scan import KEY_IS_UNCHANGED, scan_data_keys
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.queries import DATA_KEYS
@@ -171,7 +171,7 @@ class _MasterRotationRun(RotationRun):
         for row in rows:
             try:
                 keys[row] = unwrap_data_key(row, keyring)
-            except ROW_ERRORS as error:
+            except DecryptionError as error:
                 self._problems.add_error(error, data_keys.name, row.id)
         if self._dry_run or not keys:
             self.result.rotated += len(keys)
@@ -214,8 +214,7 @@ def _store_rewrapped(
 _REWRAP = (
     sa.update(data_keys)
     .where(
-        data_keys.c.id == sa.bindparam("at_id"),
-        data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
+        *KEY_IS_UNCHANGED,
         # Require that the new data master still exists.  If another rotation has replaced the new
         # data master before any data key was wrapped with it, `retire` may have deleted it.
         sa.select(sa.literal_column("1"))

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import at_once
-from adk_secure_sessions.errors import Reason, SecureSessionError, TamperedError
+from adk_secure_sessions.errors import DecryptionError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS, Problems
+from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.queries import DATA_KEYS
@@ -179,7 +179,7 @@ def require_same(table: str, row: object, plaintext: bytes, decrypt: Callable[[]
     Call this before the old value is replaced.  A third party's backend that fails for some sizes,
     or a fault of the memory, must not destroy data.
     """
-    with suppress(*ROW_ERRORS):
+    with suppress(DecryptionError):
         if decrypt() == plaintext:
             return
     raise SecureSessionError(

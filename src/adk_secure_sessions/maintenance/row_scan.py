@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.errors import Reason, TamperedError
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import HEADER_LENGTH, decode_text, require_bytes, split_id
 from adk_secure_sessions.keys.data_keys import DataKeyRow, TransactionKeys
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
@@ -40,7 +39,7 @@ class ScannedSession(NamedTuple):
     """A row of `secure_sessions`, and its decrypted ids or, if it is not authentic, the error."""
 
     row: SessionRow
-    ids_or_error: SessionIds | Exception
+    ids_or_error: SessionIds | DecryptionError
 
     @property
     def id(self) -> int:
@@ -48,7 +47,7 @@ class ScannedSession(NamedTuple):
 
     def require_ids(self) -> SessionIds:
         """Return the ids, or raise the error that decrypting them raised."""
-        if isinstance(self.ids_or_error, Exception):
+        if isinstance(self.ids_or_error, DecryptionError):
             raise self.ids_or_error
         return self.ids_or_error
 
@@ -150,7 +149,7 @@ async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.Checke
 
 async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSession]:
     decrypted = await _decrypt_all(db, rows)
-    if not any(isinstance(session.ids_or_error, Exception) for session in decrypted):
+    if not any(isinstance(session.ids_or_error, DecryptionError) for session in decrypted):
         return decrypted
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
@@ -187,7 +186,7 @@ def _decrypt_ids(
         with locating_errors(sessions.name, row.id):
             context = _SESSIONS.context((app_name, user_id), row)
             session_id, _ = split_id(keys.open(user.tag, context, row.state))
-    except ROW_ERRORS as error:
+    except DecryptionError as error:
         return ScannedSession(row, error)
     return ScannedSession(row, SessionIds(app_name, user_id, session_id))
 
@@ -196,6 +195,11 @@ def _decrypt_ids(
 
 
 SESSION_ROWS = sa.select(*sessions.c)
+# The conditions that a data key has not changed since `at_id` and `at_wrapped` were read.
+KEY_IS_UNCHANGED = (
+    data_keys.c.id == sa.bindparam("at_id"),
+    data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
+)
 _OF_USER = SESSION_ROWS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 

@@ -10,16 +10,11 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Parameters
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import count_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import (
-    ROW_ERRORS,
-    Problem,
-    Problems,
-    index_orphan_conditions,
-)
+from adk_secure_sessions.maintenance.problems import Problem, Problems, index_orphan_conditions
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import read_owner, scan_owners, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
@@ -110,7 +105,7 @@ async def fill_index(
                 result.written += written
                 result.users += table is users
                 result.sessions += table is sessions
-        except ROW_ERRORS as error:
+        except DecryptionError as error:
             problems.add_error(error, table.name, row.id)
             result.bad += 1
         await meter.advance()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import load_state, read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
@@ -16,7 +16,6 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.counts import can_unwrap, count_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import (
-    ROW_ERRORS,
     Problem,
     Problems,
     orphans,
@@ -194,15 +193,14 @@ class _Verifier:
             if decrypted is None:
                 return  # it was deleted after *row* was read
             app_name, owner, _ = decrypted
-            with locating_errors(table.name, row.id):
-                load_state(owner.state)
+            load_state(owner.state)
             if table is users:
                 identity = await self._db.runner.identify(app_name, owner.user_id)
                 await self._check_indexed(identity, of_user=True)
                 self.result.users += 1
             else:
                 self.result.apps += 1
-        except ROW_ERRORS as error:
+        except DecryptionError as error:
             if table is apps and not self._has_own_name(row):
                 self._misnamed_apps.add(row.id)
             # If the name of a user's app was modified, that is the cause, and was reported.
@@ -241,7 +239,7 @@ class _Verifier:
                             f"{row.number} or a later one: an older row was replayed",
                             Reason.MISMATCH,
                         ).located(migrated.name, row.tag.hex())
-                except ROW_ERRORS as error:
+                except DecryptionError as error:
                     self.problems.add_error(error, migrated.name, row.tag)
             await self._meter.advance(len(rows))
         try:
@@ -253,7 +251,7 @@ class _Verifier:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
             return self._index_master.tag_of(decode_text(row.app_name)) == row.tag
-        except ROW_ERRORS:
+        except DecryptionError:
             return False
 
     async def check_session(self, stored: ScannedSession) -> None:
@@ -280,8 +278,7 @@ class _Verifier:
                 session, history, _ = checked
                 with locating_errors(snapshots.name, session.row.id):
                     load_state(b"{}" if session.snapshot is None else session.snapshot)
-                with locating_errors(sessions.name, session.row.id):
-                    load_state(session.overlay)
+                load_state(session.overlay)
                 items = [item for item in history if item is not None]
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
@@ -293,7 +290,7 @@ class _Verifier:
                     self.result.sessions += 1
                     self.result.events += len(history)
                     await self._check_indexed(identity, of_user=False)
-        except ROW_ERRORS as error:
+        except DecryptionError as error:
             self.result.unchecked += self.problems.add_error(error, sessions.name, stored.id)
         await self._meter.advance(rows)
 
@@ -326,7 +323,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         for row in bad:
             try:
                 unwrap_data_key(row, keyring)
-            except ROW_ERRORS as error:
+            except DecryptionError as error:
                 problems.add_error(error, data_keys.name, row.id)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         stored_tags = {

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import tzinfo
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -121,44 +121,35 @@ class AdkTables(Source):
         return found._replace(updated_at=updated_at)
 
     async def count(self, selection: Selection) -> int:
-        queries = await self.queries()
-        return await self.run_in_snapshot(partial(queries.count, selection=selection))
+        return await self._run(AdkQueries.count, selection=selection)
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
-        queries = await self.queries()
-        work = partial(queries.session_page, selection=selection)
-        async for page in self._pages(work, adk_sql.PAGE):
+        async for page in self._pages(AdkQueries.session_page, adk_sql.PAGE, selection=selection):
             for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
     async def read(
         self, sessions: Sequence[SourceSession]
     ) -> Mapping[SourceSession, SessionContent | Unreadable]:
-        queries = await self.queries()
-        sessions = [session for session in sessions if can_store(queries.dialect, *session.ids)]
+        dialect = (await self.queries()).dialect
+        sessions = [session for session in sessions if can_store(dialect, *session.ids)]
         if not sessions:
             return {}
-        found = await self.run_in_snapshot(partial(queries.with_events, sessions=sessions))
-        # In a thread, as all conversions of rows: parsing a long session, decrypting it or loading
-        # its pickles would block the event loop.
-        return await asyncio.to_thread(queries.convert_sessions, found)
+        found = await self._run(AdkQueries.with_events, sessions=sessions)
+        return await self._converted(AdkQueries.convert_sessions, found)
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
-        queries = await self.queries()
         for table in STATE_TABLES:
-            work = partial(queries.state_page, selection=selection, table=table)
-            async for rows in self._pages(work, adk_sql.STATE_PAGE):
-                yield await asyncio.to_thread(queries.convert_states, rows)
-            aliases = partial(queries.states_of_other_spellings, selection=selection, table=table)
-            if others := await self.run_in_snapshot(aliases):
-                yield await asyncio.to_thread(queries.convert_states, others)
+            part: dict[str, Any] = {"selection": selection, "table": table}
+            async for rows in self._pages(AdkQueries.state_page, adk_sql.STATE_PAGE, **part):
+                yield await self._converted(AdkQueries.convert_states, rows)
+            if others := await self._run(AdkQueries.states_of_other_spellings, **part):
+                yield await self._converted(AdkQueries.convert_states, others)
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
         """Return the session with these ids; None if there is none."""
-        queries = await self.queries()
         key = (app_name, user_id, session_id)
-        work = partial(queries.sessions_with_prefix, key=key, after=None, limit=1)
-        rows = await self.run_in_snapshot(work)
+        rows = await self._run(AdkQueries.sessions_with_prefix, key=key, after=None, limit=1)
         return rows[0][0] if rows else None
 
     async def sessions_of(
@@ -166,20 +157,19 @@ class AdkTables(Source):
     ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""
         key = (app_name,) if user_id is None else (app_name, user_id)
-        queries = await self.queries()
-        work = partial(queries.sessions_with_prefix, key=key)
-        async for rows in self._pages(work, adk_sql.LOOKUP_PAGE):
-            yield await asyncio.to_thread(queries.convert_sessions, rows)
+        async for rows in self._pages(
+            AdkQueries.sessions_with_prefix, adk_sql.LOOKUP_PAGE, key=key
+        ):
+            yield await self._converted(AdkQueries.convert_sessions, rows)
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
         """Return the state of a user, or of an app, as JSON; None if the source has none."""
         key = (app_name,) if user_id is None else (app_name, user_id)
         table = APP_STATES if user_id is None else USER_STATES
-        queries = await self.queries()
-        row = await self.run_in_snapshot(partial(queries.owner_state, table=table, key=key))
+        row = await self._run(AdkQueries.owner_state, table=table, key=key)
         if row is None:
             return None
-        return (await asyncio.to_thread(queries.convert_states, [(key, row)]))[key]
+        return (await self._converted(AdkQueries.convert_states, [(key, row)]))[key]
 
     async def close(self) -> None:
         queries, self._queries = self._queries, None
@@ -220,9 +210,22 @@ class AdkTables(Source):
             )
         return self._queries
 
-    async def _pages(self, work: Callable[..., list[T]], size: int) -> AsyncIterator[list[T]]:
+    async def _run(self, query: Callable[..., T], **arguments: Any) -> T:
+        """Call *query*, a method of `AdkQueries`, in a snapshot."""
+        queries = await self.queries()
+        return await self.run_in_snapshot(partial(query, queries, **arguments))
+
+    async def _converted(self, convert: Callable[[AdkQueries, Any], T], rows: Any) -> T:
+        """Convert rows in a thread: parsing a long session, decrypting it or loading its pickles
+        would block the event loop.
+        """
+        return await asyncio.to_thread(convert, await self.queries(), rows)
+
+    async def _pages(
+        self, query: Callable[..., list[T]], size: int, **arguments: Any
+    ) -> AsyncIterator[list[T]]:
         after = None
-        while rows := await self.run_in_snapshot(partial(work, after=after, limit=size)):
+        while rows := await self._run(query, after=after, limit=size, **arguments):
             yield rows
             if len(rows) < size:  # do not follow a writer that adds rows behind the last
                 return

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import in_groups
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.maintenance import Database, Progress
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
 from adk_secure_sessions.migration.findings import Finding, Findings
@@ -185,7 +185,7 @@ class ComparisonRun:
         # this row, the read raises an error.
         try:
             copy = await session_content(self._db, *item.ids)
-        except ROW_ERRORS as error:
+        except DecryptionError as error:
             return undecryptable_reason(error)
         if copy is None or item.status is ImportStatus.DELETED:
             return ""
@@ -215,7 +215,7 @@ class ComparisonRun:
         is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
         try:
             is_same = is_same_state(state, await owner_state(self._db, *item.ids))
-        except ROW_ERRORS as error:
+        except DecryptionError as error:
             return undecryptable_reason(error)
         return "" if is_later or is_same else _REASONS[item.status]
 

@@ -14,7 +14,6 @@ from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.counts import clamped, select_count
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.row_scan import (
     ScannedSession,
     read_owner,
@@ -124,10 +123,10 @@ class EncryptedSource(Source):
                             with locating_errors(table.name, row.id):
                                 load_state(owner.state)
                             states[ids] = owner.state
-                    except ROW_ERRORS as error:
+                    except DecryptionError as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)
-                        states[ids] = Unreadable(safe_reason(error), has_ids=False)
+                        states[ids] = Unreadable(str(error), has_ids=False)
                 yield states
 
     async def has_others(self) -> bool:
@@ -154,7 +153,7 @@ class EncryptedSource(Source):
 
 def _is_wanted(session: ScannedSession, selection: Selection) -> bool:
     ids = session.ids_or_error
-    if isinstance(ids, Exception):
+    if isinstance(ids, DecryptionError):
         return True
     if session.row.is_collection or session.row.expires_at <= time_now():
         return False
@@ -164,8 +163,8 @@ def _is_wanted(session: ScannedSession, selection: Selection) -> bool:
 
 def _source_session(session: ScannedSession) -> SourceSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
-    if isinstance(ids, Exception):
-        return SourceSession("", "", name, "", safe_reason(ids))
+    if isinstance(ids, DecryptionError):
+        return SourceSession("", "", name, "", str(ids))
     # Each change of a session increases its revision; one that is created again has another row id.
     return SourceSession(*ids, f"{session.id}.{session.row.revision}")
 
@@ -175,8 +174,8 @@ async def _content(db: Database, session: SourceSession) -> SessionContent | Unr
         return Unreadable(session.reason, has_ids=False)
     try:
         content = await session_content(db, *session.ids)
-    except ROW_ERRORS as error:
-        return Unreadable(safe_reason(error))
+    except DecryptionError as error:
+        return Unreadable(str(error))
     return None if content and content.has_expired else content
 
 
@@ -215,11 +214,6 @@ async def owner_state(db: Database, app_name: str, user_id: str | None = None) -
     identity = await db.runner.identify(app_name, user_id or "")
     checked = await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
     return checked.owner.state if checked else b"{}"
-
-
-def safe_reason(error: Exception) -> str:
-    """Return the reason in *error*, one of `ROW_ERRORS`, without content."""
-    return str(error) if isinstance(error, DecryptionError) else "its content is malformed"
 
 
 # --- statements ----------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import ROW_ERRORS
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, event_json
-from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state, safe_reason
+from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -290,8 +290,8 @@ class _ExportOfLines(_ExportRun):
         try:
             states = await self._state_of(ids[0]), await self._state_of(*ids[:2])
             line = _line(ids, *states, content)
-        except ROW_ERRORS as error:
-            self._reject(ids, safe_reason(error))
+        except DecryptionError as error:
+            self._reject(ids, str(error))
             return False
         self._write_bytes(line)
         return True

@@ -11,12 +11,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.row_scan import sessions_in_rows
-from adk_secure_sessions.migration.encrypted_source import safe_reason
 from adk_secure_sessions.migration.sources import (
     Ids,
     Selection,
@@ -166,7 +166,7 @@ class SourceScan:
             return
         for tag, row in self._unseen_copies.items():
             for found in await sessions_in_rows(self.target, [row]):
-                if isinstance(found.ids_or_error, Exception):
+                if isinstance(found.ids_or_error, DecryptionError):
                     ids = ("", "", f"{sessions.name} row {row}")
                     yield GoneCopy(ids, tag, undecryptable_reason(found.ids_or_error))
                     continue
@@ -250,9 +250,8 @@ def _copies(of_app: bool) -> sa.Select[Any]:
     return query.select_from(source)
 
 
-def undecryptable_reason(error: Exception) -> str:
-    """Return the reason of a finding; *error* is one of `ROW_ERRORS`."""
-    return f"the target cannot decrypt it: {safe_reason(error)}"
+def undecryptable_reason(error: DecryptionError) -> str:
+    return f"the target cannot decrypt it: {error}"
 
 
 class DigestSet:
