@@ -90,7 +90,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
     Before the copy runs, `_prepare` checks the arguments.  The copy has two more options:
     --service_uri, and --allow-plaintext, which names what may be stored as plaintext.
     """
-    ours = copy.copy(command)
+    guarded = copy.copy(command)
     service_uri = click.Option(
         ["--service_uri"],
         metavar="URI",
@@ -107,7 +107,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
         help="What may be written as plaintext: sessions, artifacts, memory, evaluations, logs, "
         "plugins or traces, separated by commas.",
     )
-    ours.params = [service_uri, allow_plaintext, *map(_with_fewer_logs, command.params)]
+    guarded.params = [service_uri, allow_plaintext, *map(_with_fewer_logs, command.params)]
 
     @click.pass_context
     def run(
@@ -123,19 +123,19 @@ def _without_plaintext(command: click.Command) -> click.Command:
         with _ending_quietly():
             return context.invoke(command.callback or (lambda **_: None), **arguments)
 
-    ours.callback = run
-    return ours
+    guarded.callback = run
+    return guarded
 
 
 def _with_fewer_logs(parameter: click.Parameter) -> click.Parameter:
     """Change the default of --log_level to WARNING: google-adk's INFO logs quote ids and events."""
     if parameter.name != "log_level":
         return parameter
-    changed = copy.copy(parameter)
-    changed.default = "WARNING"
-    if isinstance(changed, click.Option):
-        changed.help = "The level of logs; INFO and DEBUG quote ids and events.  [default: WARNING]"
-    return changed
+    copied = copy.copy(parameter)
+    copied.default = "WARNING"
+    if isinstance(copied, click.Option):
+        copied.help = "The level of logs; INFO and DEBUG quote ids and events.  [default: WARNING]"
+    return copied
 
 
 def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[str]) -> None:
@@ -163,8 +163,8 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
     plaintext_guard.guard_registry(get_service_registry(), allowed)
     _hide_ids_in_logs()
     uris = [plaintext_guard.uri_of(kind, arguments) for kind in plaintext_guard.SERVICES]
-    ours = [uri for uri in uris if uri and uri.partition("://")[0].lower() in adk.SCHEMES]
-    for service in dict.fromkeys(map(adk.session_service, ours)):
+    encrypted_uris = [uri for uri in uris if uri and uri.partition("://")[0].lower() in adk.SCHEMES]
+    for service in dict.fromkeys(map(adk.session_service, encrypted_uris)):
         asyncio.run(_open(service))
     if "traces" not in allowed:
         _ignore_trace_variables()

@@ -62,8 +62,8 @@ def doctor(
     # Importing agents may print texts.  stdout must contain only the result, which may be JSON.
     with one_line_errors(), contextlib.redirect_stdout(sys.stderr):
         agents = _load_agents(agents_dir)
-        given = {name: uri or service_uri for name, uri in uris.items()}
-        stores = list(plaintext_guard.find_stores(str(agents_dir), given))
+        service_uris = {name: uri or service_uri for name, uri in uris.items()}
+        stores = list(plaintext_guard.find_stores(str(agents_dir), service_uris))
         leaks = [
             plaintext_leaks.leak("service-uris", f"{store.service}: {store.where}")
             for store in stores

@@ -48,8 +48,8 @@ def status_notes(result: maintenance.Status) -> Iterator[str]:
     if result.spare_keys:
         spare = counted(result.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
-    rotated = any(one.name == "data" and one.done is not None for one in result.unfinished)
-    under = "under keys of the rotation" if rotated else "under newest key"
+    is_rotating = any(run.name == "data" and run.done is not None for run in result.unfinished)
+    under = "under keys of the rotation" if is_rotating else "under newest key"
     rows = [
         (
             count.table,

@@ -63,18 +63,18 @@ class Command(click.Command):
     """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own: list[tuple[str, str]] = []
-        common: list[tuple[str, str]] = []
+        own_records: list[tuple[str, str]] = []
+        common_records: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
-                (common if isinstance(param, CommonOption) else own).append(record)
+                (common_records if isinstance(param, CommonOption) else own_records).append(record)
         with formatter.section("Options"):
-            formatter.write_dl(own)
-        if common and ctx.meta.get(_HELP_ALL):
+            formatter.write_dl(own_records)
+        if common_records and ctx.meta.get(_HELP_ALL):
             with formatter.section("Options of all commands with a database"):
-                formatter.write_dl(common)
-        elif common:
-            names = ", ".join(record[0].split()[0].rstrip(",") for record in common)
+                formatter.write_dl(common_records)
+        elif common_records:
+            names = ", ".join(record[0].split()[0].rstrip(",") for record in common_records)
             formatter.write_paragraph()
             formatter.write_text(f"Common options, which --help-all describes: {names}")
 
@@ -211,8 +211,8 @@ def require_confirmation(described: "Description", name: str | None, change: str
     if name is None and sys.stdin.isatty():
         click.echo(escape_controls(text), err=True)
         question = f"To {change}, enter its name"
-        entered = click.prompt(question, default="", show_default=False, err=True)
-        if not _is_name(described, entered):
+        answer = click.prompt(question, default="", show_default=False, err=True)
+        if not _is_name(described, answer):
             raise Failure("nothing was changed: this is not its name", "Declined", exit_code=1)
     elif name is None or not _is_name(described, name):
         raise Failure(

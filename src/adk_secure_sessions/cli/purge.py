@@ -62,8 +62,8 @@ def purge_audit(db: Database, **options: Any) -> None:
           --older-than 2200d --dry-run
     """
     result = run(db, maintenance.purge_audit, label="purge audit", nouns="records", **options)
-    old = f"such chains were last used before {utc_text(result.before)}"
-    print_result(result, [old])
+    note = f"such chains were last used before {utc_text(result.before)}"
+    print_result(result, [note])
 
 
 @purge.command("blobs")

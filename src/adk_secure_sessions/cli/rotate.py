@@ -132,14 +132,14 @@ def _rotate(
             options = {"progress": report, "rows_per_second": rows_per_second}
             result = call(work(db, dry_run=dry_run, restart=restart, **options))
         print_lines(result)
-        last = notes.rotation_notes(result, dry_run)
+        last_notes = notes.rotation_notes(result, dry_run)
         if retire and result.succeeded:
             with progress("retire", "owners") as report:
                 retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
                 retirement = call(retiring)
             print_lines(retirement)
-            last = notes.retirement_notes(retirement)
-    print_result(result, last, is_printed=True, retirement=retirement)
+            last_notes = notes.retirement_notes(retirement)
+    print_result(result, last_notes, is_printed=True, retirement=retirement)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:

@@ -168,13 +168,13 @@ async def export_audit(
     """
     if any(moment is not None and moment.tzinfo is None for moment in (since, until)):
         raise ConfigurationError("since and until must have a time zone")
-    first = 0 if since is None else of_datetime(since)
-    end = _MAX_INT64 if until is None else of_datetime(until)
+    first_time = 0 if since is None else of_datetime(since)
+    end_time = _MAX_INT64 if until is None else of_datetime(until)
     trail = await _open_checker(db, progress, None)
     result = AuditExport()
 
     def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
-        if first <= moment < end:
+        if first_time <= moment < end_time:
             line = json.dumps({"chain": chain.hex(), "number": number} | fields)
             write(line.encode("ascii") + b"\n")
             result.records += 1
@@ -210,8 +210,8 @@ async def purge_audit(
     before = time_now() - older_than // timedelta(microseconds=1)
     trail = await _open_checker(db, progress, None)
     result = AuditPurge(before=before)
-    async for chain, last in trail.chains():
-        if not isinstance(last, int) or last >= before:
+    async for chain, last_time in trail.chains():
+        if not isinstance(last_time, int) or last_time >= before:
             continue
         bad, purge_records = trail.problems.count, trail.purge_records
         end = await trail.check(chain)
@@ -271,8 +271,8 @@ class _TrailChecker:
         """
         query, size = (_CHAINS, _columns.chain), self._db.limits.ids_per_statement
         async for page in pages(self._db.runner.read, *query, size, lambda *row: row, empty=b""):
-            for chain, last in page:
-                yield chain, last
+            for chain, last_time in page:
+                yield chain, last_time
 
     async def check(
         self,
@@ -290,35 +290,35 @@ class _TrailChecker:
             return None
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
         logged = self._logged.get(chain, {})
-        end: _LastRecord | None = None
+        last_record: _LastRecord | None = None
         async for number, moment, record in self._rows(chain):
             row = f"{chain.hex()}, {number}"
             self._ends[chain] = number
-            expected = 0 if end is None else end.number + 1
+            expected_number = 0 if last_record is None else last_record.number + 1
             # The link of the record before; None if that record is bad or was removed.
-            known = NO_AUDIT_LINK if end is None else end.link
-            if number != expected:
-                detail = f"the records {expected} to {number - 1} of the chain were removed"
-                self.add_bad(f"{chain.hex()}, {expected}", Reason.MISSING, detail)
-                known = None
+            previous_link = NO_AUDIT_LINK if last_record is None else last_record.link
+            if number != expected_number:
+                detail = f"the records {expected_number} to {number - 1} of the chain were removed"
+                self.add_bad(f"{chain.hex()}, {expected_number}", Reason.MISSING, detail)
+                previous_link = None
             try:
                 context = record_context(self.keyring.database_id, chain, number, moment)
                 previous, fields = open_entry(cipher, context, record)
             except DecryptionError as error:
                 self.problems.add_error(error, audit_records.name, row)
-                end = _LastRecord(number, None)
+                last_record = _LastRecord(number, None)
                 continue
-            if known is not None and previous != known:
+            if previous_link is not None and previous != previous_link:
                 detail = "it does not follow the record before it, which is from another copy"
                 self.add_bad(row, Reason.MISMATCH, detail)
-            end = _LastRecord(number, link_of(context, record))
-            if logged.get(number, end.link) != end.link:
+            last_record = _LastRecord(number, link_of(context, record))
+            if logged.get(number, last_record.link) != last_record.link:
                 detail = "it is not the record that was logged: the chain was written again"
                 self.add_bad(row, Reason.MISMATCH, detail)
             self.records += 1
             self._note_purged(fields)
             visit(chain, number, moment, fields)
-        return end
+        return last_record
 
     def read_logs(self, logs: Mapping[str, Iterable[str]]) -> int:
         """Read the heads of this database in audit logs, by name; return their number."""
@@ -329,21 +329,21 @@ class _TrailChecker:
             if not heads:
                 detail = f"no line of the log {name!r} is a head of this database"
                 self.add_bad("", Reason.MISSING, detail)
-            for chain, at, link in heads:
-                if self._logged.setdefault(chain, {}).setdefault(at, link) != link:
+            for chain, head_number, link in heads:
+                if self._logged.setdefault(chain, {}).setdefault(head_number, link) != link:
                     detail = "two different heads of it were logged: a line was added to a log"
-                    self.add_bad(f"{chain.hex()}, {at}", Reason.MISMATCH, detail)
+                    self.add_bad(f"{chain.hex()}, {head_number}", Reason.MISMATCH, detail)
         return number
 
     def missing_heads(self) -> Iterator[tuple[str, str]]:
         """Yield each logged chain that is neither whole nor purged, and a detail."""
         for chain, links in self._logged.items():
             last, length = max(links), self._ends.get(chain, -1) + 1
-            end = self.purged_heads.get(chain)
-            if end and end.number >= last and links.get(end.number, end.link) == end.link:
+            head = self.purged_heads.get(chain)
+            if head and head.number >= last and links.get(head.number, head.link) == head.link:
                 continue
             if not length:
-                yield chain.hex(), f"the chain, which had {last + 1} records or more, was removed"
+                yield (chain.hex(), f"the chain, which had {last + 1} records or more, was removed")
             elif length <= last:
                 detail = f"the records {length} to {last} at the end of the chain were removed"
                 yield f"{chain.hex()}, {length}", detail
@@ -365,8 +365,8 @@ class _TrailChecker:
         if fields.get("event") == _PURGE_EVENT:
             self.purge_records += 1
             for purged in fields["chains"]:
-                end = _LastRecord(purged["number"], bytes.fromhex(purged["head"]))
-                self.purged_heads[bytes.fromhex(purged["chain"])] = end
+                last_record = _LastRecord(purged["number"], bytes.fromhex(purged["head"]))
+                self.purged_heads[bytes.fromhex(purged["chain"])] = last_record
 
 
 async def _open_checker(
@@ -405,11 +405,11 @@ def _head_in(line: str, database_id: bytes) -> tuple[bytes, int, bytes] | None:
 async def _delete(db: Database, chain: bytes, end: _LastRecord) -> bool:
     """Delete a chain in one transaction; return False if it has changed."""
     assert end.link is not None, "the chain was checked"
-    at = {"at_chain": chain, "at_number": end.number}
-    changes = [Change(_DELETE_LAST, at), Change(_DELETE_OTHERS, at, must_match_one_row=False)]
-    named = {"chain": chain.hex(), "number": end.number, "head": end.link.hex()}
+    key = {"at_chain": chain, "at_number": end.number}
+    changes = [Change(_DELETE_LAST, key), Change(_DELETE_OTHERS, key, must_match_one_row=False)]
+    purged = {"chain": chain.hex(), "number": end.number, "head": end.link.hex()}
     database = (await db.keyring()).database_id.hex()
-    entry = audit.new_entry(_PURGE_EVENT, database=database, chains=[named])
+    entry = audit.new_entry(_PURGE_EVENT, database=database, chains=[purged])
     try:
         is_deleted = await db.trail.purge(entry, changes)
     except Conflict:

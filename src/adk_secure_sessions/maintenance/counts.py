@@ -119,8 +119,8 @@ async def count_records(
                 and row.created_at >= since
                 and (keyring is None or can_unwrap(row, keyring))
             }
-            for owner, start, rows in groups:
-                backend_id, key_id = parse_header_or_none(start) or (None, None)
+            for owner, header, rows in groups:
+                backend_id, key_id = parse_header_or_none(header) or (None, None)
                 counts[table.name, backend_id] += rows
                 if key_id is not None and key_id == current_ids.get(owner):
                     under_current[table.name, backend_id] += rows
@@ -165,9 +165,9 @@ def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]
     """Divide *rows*; the current one is the newest in *named*, or of all if *named* has none."""
     # SQLite stores any type in any column.  A key with a modified generation cannot be unwrapped.
     ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
-    last = len(ordered) - 1
-    at = max((n for n, row in enumerate(ordered) if row.id in named), default=last)
-    return OwnerKeyRows(ordered[:at], ordered[at], ordered[at + 1 :])
+    last_index = len(ordered) - 1
+    index = max((n for n, row in enumerate(ordered) if row.id in named), default=last_index)
+    return OwnerKeyRows(ordered[:index], ordered[index], ordered[index + 1 :])
 
 
 async def keys_of_owners(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
@@ -176,11 +176,11 @@ async def keys_of_owners(db: Database, owners: set[object]) -> dict[object, Owne
     for row in (await db.runner.read_data_keys(owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
-    used: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows
+    key_id_of: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
-        for tag, stored in await rows_where(db.runner.read, query, table.c.tag, several):
-            _, used[tag] = parse_header_or_none(stored) or (None, None)
-    return {owner: split_at_current(rows, [used.get(owner)]) for owner, rows in keys.items()}
+        for tag, header in await rows_where(db.runner.read, query, table.c.tag, several):
+            _, key_id_of[tag] = parse_header_or_none(header) or (None, None)
+    return {owner: split_at_current(rows, [key_id_of.get(owner)]) for owner, rows in keys.items()}
 
 
 # --- statements that count -----------------------------------------------------------------------

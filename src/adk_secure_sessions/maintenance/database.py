@@ -70,11 +70,11 @@ def describe(
     if isinstance(name, bytes):  # while google-adk's tables are read, SQLite returns bytes
         name = name.decode(errors="backslashreplace")
     server = _server(connection.engine.url) if dialect.is_server else None
-    number, last = 0, None
+    number, updated_at = 0, None
     if table is not None:
         query = sa.select(sa.func.count(), sa.func.max(table.c[time_column])).select_from(table)
-        ((number, last),) = connection.execute(query.where(*where))
-    return Description(server, name or "", number, last)
+        ((number, updated_at),) = connection.execute(query.where(*where))
+    return Description(server, name or "", number, updated_at)
 
 
 def _server(url: sa.URL) -> str:

@@ -44,8 +44,8 @@ async def init(db: Database) -> Initialization:
     names = [
         table.name for tables in created for table in metadata.sorted_tables if table.name in tables
     ]
-    known = {row.id for row in before.master_rows}
-    master_ids = [row.id for row in after.master_rows if row.id not in known]
+    old_master_ids = {row.id for row in before.master_rows}
+    master_ids = [row.id for row in after.master_rows if row.id not in old_master_ids]
     return Initialization(tuple(names), tuple(master_ids))
 
 

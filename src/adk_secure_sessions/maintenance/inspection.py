@@ -95,16 +95,16 @@ async def lookup(
             "a session id or a collection is unique only for one user: give the user id, too"
         )
     index_master = (await db.keyring()).index_master
-    wanted = [("app", apps, index_master.tag_of(app_name))]
+    tags = [("app", apps, index_master.tag_of(app_name))]
     if user_id is not None:
-        wanted.append(("user", users, index_master.tag_of(app_name, user_id)))
+        tags.append(("user", users, index_master.tag_of(app_name, user_id)))
         if session_id is not None:
-            wanted.append(("session", sessions, index_master.tag_of(app_name, user_id, session_id)))
+            tags.append(("session", sessions, index_master.tag_of(app_name, user_id, session_id)))
         if collection is not None:
             tag = index_master.mac("collection", app_name, user_id, collection)
-            wanted.append(("collection", sessions, tag))
+            tags.append(("collection", sessions, tag))
     locations = []
-    for kind, table, tag in wanted:
+    for kind, table, tag in tags:
         ids = [row_id for (row_id,) in await db.runner.read(select_id_by_tag(table), {"tag": tag})]
         locations.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
     return tuple(locations)
@@ -137,9 +137,9 @@ async def record_headers(
     source = column.table
     rows = await db.reader_of(source)(_select_headers(column, row is not None), parameters)
     found = []
-    for length, start, root_key_id, is_collection, *key in rows:
+    for length, header, root_key_id, is_collection, *key in rows:
         name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
-        ids = None if source is keyring else parse_header_or_none(start)
+        ids = None if source is keyring else parse_header_or_none(header)
         backend_id, key_id = ids or (None, None)
         kind = {None: None, True: "collection", False: "session"}[is_collection]
         found.append(RecordHeader(name, column.name, backend_id, key_id, root_key_id, length, kind))

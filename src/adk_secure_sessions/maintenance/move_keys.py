@@ -171,21 +171,21 @@ class _Move:
             await self._db.runner.run_on_data(self._switch)
             state = await self._survey_and_check()
         source, target = state.source, state.target
-        copy = await _fingerprint(self._target)
-        if source.master_rows and await _fingerprint(self._source) != copy:
+        target_keys = await _fingerprint(self._target)
+        if source.master_rows and await _fingerprint(self._source) != target_keys:
             raise ConfigurationError(_IN_USE)
         tables = [
             table for table in (keyring, data_keys) if table.name not in source.missing_tables
         ]
         if source.format_version is not None:
-            await self._source.change(partial(self._delete_source_keys, tables, copy))
+            await self._source.change(partial(self._delete_source_keys, tables, target_keys))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.features_text(target.features - {FeatureName.MOVING})
         await self._target.change(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)
         )
         to, cleared = self._target.name, not obstacles
-        return KeyMove(to, *copy[:2], has_begun, cleared, tuple(obstacles))
+        return KeyMove(to, *target_keys[:2], has_begun, cleared, tuple(obstacles))
 
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
@@ -215,12 +215,12 @@ class _Move:
         holder = target if is_switched else source  # has the valid keys
         masters = [_unparked(row) for row in holder.master_rows]
         root_key_id = backends.writing.root_key.key_id
-        opened = await open_keyring(masters, backends.roots, root_key_id, holder.existing_id)
-        load_features(holder, opened)
+        unwrapped = await open_keyring(masters, backends.roots, root_key_id, holder.existing_id)
+        load_features(holder, unwrapped)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
             raise _unfinished_opposite(self._source.name)
-        state = _MoveState(source, target, is_switched, opened)
+        state = _MoveState(source, target, is_switched, unwrapped)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
         if not is_switched:
@@ -306,8 +306,8 @@ class _Move:
         self._require_own_run(connection)
         if meta.read(connection, meta.FEATURES) == moving:
             return
-        stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-        features, is_same = source.meta_rows[meta.FEATURES], stored == set(source.master_rows)
+        stored_rows = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
+        features, is_same = source.meta_rows[meta.FEATURES], stored_rows == set(source.master_rows)
         if not (is_same and meta.swap(connection, meta.FEATURES, features, moving)):
             raise SecureSessionError(_CHANGED, retryable=True)
         connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))

@@ -134,7 +134,7 @@ async def retire(
     await _reject_unreadable_sessions(db, throttle)
     ((total,),) = await db.runner.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total))
-    kept: CappedList[KeptKey] = CappedList()
+    kept_keys: CappedList[KeptKey] = CappedList()
     deleted = spare = 0
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
     async for owners in pages(
@@ -144,21 +144,21 @@ async def retire(
             keys = await _retire_data_keys(db, owner, dry_run, throttle)
             deleted += len(keys.deletable)
             spare += keys.spare
-            kept.extend(keys.kept)
+            kept_keys.extend(keys.kept)
             await meter.advance()
     meter.finish()
     known = (await db.reread_keyring()).rows
-    wrapped = await _count_wrapped(db)
+    key_counts = await _count_wrapped(db)
     attempts: list[_KeyDecision[MasterKeyRow]] = []
 
     def retire_masters(connection: sa.Connection) -> None:
-        attempts.append(_retire_masters(dry_run, known, wrapped, connection))
+        attempts.append(_retire_masters(dry_run, known, key_counts, connection))
 
     await db.runner.run_on_keys(retire_masters, commit=not dry_run)
     master_decision = _last_deletion(attempts)
-    kept.extend(master_decision.kept)
+    kept_keys.extend(master_decision.kept)
     ids = tuple(row.id for row in master_decision.deletable)
-    return Retirement(deleted, ids, kept.count, tuple(kept.items), spare)
+    return Retirement(deleted, ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
@@ -192,7 +192,7 @@ def _last_deletion(attempts: list[_KeyDecision[K]]) -> _KeyDecision[K]:
     If the connection was lost during COMMIT, the attempt may have been committed, and the next one
     found nothing.
     """
-    return next((one for one in reversed(attempts) if one.deletable), attempts[-1])
+    return next((decision for decision in reversed(attempts) if decision.deletable), attempts[-1])
 
 
 # --- data keys -----------------------------------------------------------------------------------
@@ -204,12 +204,12 @@ async def _retire_data_keys(
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.runner.read_data_keys([owner_tag])).data_keys
     try:
-        decrypted = await _decrypt_owner(db, owner_tag, rows, throttle)
+        ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
         return _select_unused(rows, (), None)
-    if decrypted is None:  # no row needs a key: `reject_orphans` has found none
+    if ids_and_headers is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
-    named_ids, decrypted_headers = decrypted
+    named_ids, decrypted_headers = ids_and_headers
     has_key_database = db.runner.executors.has_key_database
 
     attempts: list[_KeyDecision[DataKeyRow]] = []
@@ -250,12 +250,12 @@ async def _decrypt_owner(
     keyring = await db.keyring()
     if not all(can_unwrap(row, keyring) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
-    decrypted = await read_owner_with_tag(db, owner_tag)
-    if decrypted is None:
+    checked_owner = await read_owner_with_tag(db, owner_tag)
+    if checked_owner is None:
         return None
-    _, checked, headers = decrypted
-    if checked.is_user:
-        async for page in scan_sessions_of_user(db, checked.row.id):
+    _, owner, headers = checked_owner
+    if owner.is_user:
+        async for page in scan_sessions_of_user(db, owner.row.id):
             for session in page:
                 ids, is_collection = session.require_ids(), session.row.is_collection
                 identity = await db.runner.identify(*ids, is_collection)
@@ -265,16 +265,16 @@ async def _decrypt_owner(
                     session_headers = session_check.count_headers()
                     headers += session_headers
                     await throttle.advance(session_headers.total())
-    return checked.key_ids, headers
+    return owner.key_ids, headers
 
 
 def _lock_and_count(
-    tag: bytes, rows: list[DataKeyRow], dry_run: bool, has_keys: bool, connection: sa.Connection
+    tag: bytes, rows: list[DataKeyRow], dry_run: bool, keys_here: bool, connection: sa.Connection
 ) -> tuple[list[DataKeyRow], key_operations.HeaderCounts | None]:
     """Return which of *rows* are still stored, and the numbers of the owner's records by header.
 
     The numbers are None if the row of the owner, whose tag is *tag*, was deleted, or if the data
-    keys have changed.  Without *has_keys*, another database has them: they are not read again.
+    keys have changed.  Without *keys_here*, another database has them: they are not read again.
     """
     dialect_of(connection).set_read_committed(connection)
 
@@ -285,12 +285,12 @@ def _lock_and_count(
     queries = (sa.select(table.c.id).where(table.c.tag == tag) for table in (apps, users))
     app, user = (next((row.id for row in read(query)), None) for query in queries)
     has_changed = app is None and user is None
-    if has_keys:
+    if keys_here:
         # This lock waits for services that have locked a key because they write with it.
-        stored = {DataKeyRow(*row) for row in read(DATA_KEYS.where(data_keys.c.owner == tag))}
+        stored_rows = {DataKeyRow(*row) for row in read(DATA_KEYS.where(data_keys.c.owner == tag))}
         # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
-        has_changed |= not stored <= set(rows)
-        rows = [row for row in rows if row in stored]
+        has_changed |= not stored_rows <= set(rows)
+        rows = [row for row in rows if row in stored_rows]
     return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
@@ -319,17 +319,17 @@ def _select_unused(
     for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
     uses = {row.id: by_header.pop(build_header(row.backend_id, row.id), []) for row in rows}
-    unknown = list(chain(*by_header.values()))
+    unknown_uses = list(chain(*by_header.values()))
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        if uses[row.id] or unknown or kept or row.id in named_ids:
-            kept.append(KeptKey(data_keys.name, row.id, (*uses[row.id], *unknown)))
+        if uses[row.id] or unknown_uses or kept or row.id in named_ids:
+            kept.append(KeptKey(data_keys.name, row.id, (*uses[row.id], *unknown_uses)))
         else:
             unused.append(row)
-    used = [row for row in newer if uses[row.id]]
-    kept += [KeptKey(data_keys.name, row.id, tuple(uses[row.id])) for row in used]
-    return _KeyDecision(kept, unused, len(newer) - len(used))
+    used_newer = [row for row in newer if uses[row.id]]
+    kept += [KeptKey(data_keys.name, row.id, tuple(uses[row.id])) for row in used_newer]
+    return _KeyDecision(kept, unused, len(newer) - len(used_newer))
 
 
 def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:
@@ -362,8 +362,8 @@ def _count_headers(
     for column, where in columns:
         header = header_column(column)
         query = sa.select(header, sa.func.count()).where(where).group_by(header)
-        for start, number in connection.execute(query):
-            counts[column.table.name, start] += number
+        for record_header, number in connection.execute(query):
+            counts[column.table.name, record_header] += number
     return counts
 
 
@@ -384,13 +384,13 @@ async def _count_wrapped(db: Database) -> Counter[int] | None:
 def _retire_masters(
     dry_run: bool,
     known: Mapping[int, MasterKeyRow],
-    wrapped: Counter[int] | None,
+    key_counts: Counter[int] | None,
     connection: sa.Connection,
 ) -> _KeyDecision[MasterKeyRow]:
     """Delete the replaced data masters that wrap no data key.
 
-    Keep all data masters if the keyring has rows that are not *known*, or if *wrapped* is None.
-    Somebody may have modified headers since *wrapped* was counted: the larger number decides.
+    Keep all data masters if the keyring has rows that are not *known*, or if *key_counts* is None.
+    Somebody may have modified headers since *key_counts* was counted: the larger number decides.
     """
     dialect_of(connection).set_read_committed(connection)
     if not dry_run:
@@ -402,15 +402,15 @@ def _retire_masters(
     # Another run of `retire` may have deleted some.
     rows = [row for row in known.values() if row.purpose == DATA_MASTER and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
-    if wrapped is None or not stored <= set(known.values()):
+    if key_counts is None or not stored <= set(known.values()):
         return _KeyDecision([KeptKey(keyring_table.name, row.id, ()) for row in older], [])
     header = header_column(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
-    counts = {start: int(number) for start, number in connection.execute(by_header)}
-    expected = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
-    unknown = sum(number for header, number in counts.items() if header not in expected)
+    counts = {header_bytes: int(number) for header_bytes, number in connection.execute(by_header)}
+    known_headers = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
+    unknown = sum(number for header, number in counts.items() if header not in known_headers)
     now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
-    uses = [(row, max(now[row.id], wrapped[row.id]) + unknown) for row in older]
+    uses = [(row, max(now[row.id], key_counts[row.id]) + unknown) for row in older]
     kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
     unused = [row for row, number in uses if not number]
     if unused and not dry_run:

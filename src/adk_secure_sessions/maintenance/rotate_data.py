@@ -162,19 +162,19 @@ async def _records_of_owner(
     *keys* are the owner's data keys.  Also make the newest key that the row names the current one
     of *keys*.  Return None if the row does not exist any more.
     """
-    listed = await _read_by_keys(db, table, [(row.id,)])
-    if not listed:
+    rows = await _read_by_keys(db, table, [(row.id,)])
+    if not rows:
         return None
-    (stored,) = listed
+    (owner_row,) = rows
     ids = (app_name_of(row.app_name),)
-    plaintext = keys.open(stored.tag, table.context(ids, stored), stored.state)
+    plaintext = keys.open(owner_row.tag, table.context(ids, owner_row), owner_row.state)
     if table is _USERS:
         _, plaintext = split_id(plaintext)
     _, key_ids, _ = split_owner(plaintext)
-    keys.choose_current(stored.tag, key_ids)
+    keys.choose_current(owner_row.tag, key_ids)
     return [
-        _EncryptedRecord(table, stored, ids),
-        *await _witness_records(db, ids, [stored.tag]),
+        _EncryptedRecord(table, owner_row, ids),
+        *await _witness_records(db, ids, [owner_row.tag]),
     ]
 
 
@@ -204,9 +204,9 @@ async def _records_of_sessions(
         for table in (_SNAPSHOTS, _EVENTS):
             query = _select_keys_under_other_headers(table)
             read, key = db.runner.read, table.key_columns
-            async for sized in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
-                known = [row for row in sized if row[0] in ids_of]
-                for group in grouped(known, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
+            async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
+                readable = [row for row in sizes if row[0] in ids_of]
+                for group in grouped(readable, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
                     keys = [row[:-1] for row in group]
                     rows = await _read_by_keys(db, table, keys)
                     yield [_EncryptedRecord(table, row, ids_of[row[0]]) for row in rows]
@@ -244,9 +244,9 @@ class DataRotationRun(RotationRun):
                 "nothing: run `rotate master` first"
             )
         # Each app, user and session has one row of its own and one version witness.
-        own = 2 * await count_rows(self._db, apps, users, sessions)
+        row_count = 2 * await count_rows(self._db, apps, users, sessions)
         # A pass re-encrypts each row and, except in a dry run, `_count_left` counts it.
-        return (1 if self._dry_run else 2) * (own + await count_rows(self._db, events))
+        return (1 if self._dry_run else 2) * (row_count + await count_rows(self._db, events))
 
     async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
@@ -358,9 +358,9 @@ class DataRotationRun(RotationRun):
             changes.setdefault(record.table, []).append((record, sealed))
         await self._db.runner.run_on_data(partial(_replace, changes))
         for table, replaced in changes.items():
-            new = {record.key: sealed for record, sealed in replaced}
-            for row in await _read_by_keys(self._db, table, new):
-                self.result.reencrypted += row[-1] == new[table.key_of(row)]
+            new_records = {record.key: sealed for record, sealed in replaced}
+            for row in await _read_by_keys(self._db, table, new_records):
+                self.result.reencrypted += row[-1] == new_records[table.key_of(row)]
 
     async def _has_newer_key(
         self, error: DecryptionError, owner_tag: bytes, record: _EncryptedRecord
@@ -384,22 +384,18 @@ class DataRotationRun(RotationRun):
         if self._dry_run:
             return 0
         writing_backend_id = self._db.runner.backends.writing.backend_id
-        left: Counter[str] = Counter()
+        left_in: Counter[str] = Counter()
         keyring = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)
         for records in counts:
             newest = records.newest if records.backend_id == writing_backend_id else 0
-            left[records.table] += records.rows - newest
-        self.result.left_in = tuple((+left).items())
-        return left.total()
+            left_in[records.table] += records.rows - newest
+        self.result.left_in = tuple((+left_in).items())
+        return left_in.total()
 
 
 def _decrypt(
-    keys: TransactionKeys,
-    owner: bytes,
-    context: bytes,
-    table: SealedTable[Any],
-    stored: bytes,
+    keys: TransactionKeys, owner: bytes, context: bytes, table: SealedTable[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
     unpack_with = reject_flags if table.table is witnesses else keep_packed
@@ -455,5 +451,5 @@ def _replace_if_unchanged(table: SealedTable[Any]) -> sa.Update:
         conditions.append(table.version_column == sa.bindparam("at_version"))
     at_header = sa.bindparam("at_header", type_=sa.LargeBinary)
     conditions.append(header_column(table.record_column) == at_header)
-    new = sa.bindparam("new", type_=table.record_column.type)
-    return sa.update(table.table).where(*conditions).values({table.record_column: new})
+    new_record = sa.bindparam("new", type_=table.record_column.type)
+    return sa.update(table.table).where(*conditions).values({table.record_column: new_record})

@@ -183,10 +183,10 @@ class _MasterRotationRun(RotationRun):
             decrypt = partial(unwrap_data_key, after, keyring)
             require_same(data_keys.name, after.id, keys[before], decrypt)
         await self._db.runner.run_on_keys(partial(_store_rewrapped, pairs, master_id))
-        new = {after for _, after in pairs}
+        new_rows = {after for _, after in pairs}
         read, ids = self._db.runner.read_keys, [before.id for before, _ in pairs]
-        stored = await rows_where(read, DATA_KEYS, data_keys.c.id, ids)
-        self.result.rotated += sum(DataKeyRow(*values) in new for values in stored)
+        stored_rows = await rows_where(read, DATA_KEYS, data_keys.c.id, ids)
+        self.result.rotated += sum(DataKeyRow(*values) in new_rows for values in stored_rows)
 
     async def _count_left(self) -> int:
         if self._dry_run:

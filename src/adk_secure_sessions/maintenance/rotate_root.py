@@ -64,39 +64,39 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     survey = await db.survey()
     rows = survey.master_rows
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
-    old = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
+    old_rows = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]
     already_wrapped = [row for row in rows if row.root_key_id == root.key_id]
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
     # wrong but has the right id, unwrapping raises WrongKeyError.
     roots, database_id = db.runner.backends.roots, survey.existing_id
     await at_once(*(unwrap_master_key(row, roots, database_id) for row in already_wrapped))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
-    new = await at_once(*(rewrap(row) for row in old))
-    if new and not dry_run:
+    new_rows = await at_once(*(rewrap(row) for row in old_rows))
+    if new_rows and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
-        if not await db.runner.run_on_keys(partial(store_master_keys, survey, new)):
+        if not await db.runner.run_on_keys(partial(store_master_keys, survey, new_rows)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )
-    ids = [tuple(row.id for row in group) for group in (old, already_wrapped, plaintext)]
+    ids = [tuple(row.id for row in group) for group in (old_rows, already_wrapped, plaintext)]
     return RootRotation(root.key_id, *ids)
 
 
 def store_master_keys(
-    known: Survey, new: Sequence[MasterKeyRow], connection: sa.Connection
+    known: Survey, new_rows: Sequence[MasterKeyRow], connection: sa.Connection
 ) -> bool:
-    """Store the rows *new*, in place of those with their ids, or none.
+    """Store the rows *new_rows*, in place of those with their ids, or none.
 
     Return False if the keyring or the id of the database is not *known* any more: the old root key
-    may wrap an added row, and *new* is bound to the id.
+    may wrap an added row, and *new_rows* is bound to the id.
     """
     database_id = meta.read(connection, meta.DATABASE_ID, lock=True)  # other callers wait for it
-    stored = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
-    if stored != set(known.master_rows) or database_id != known.existing_id.hex():
+    stored_rows = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
+    if stored_rows != set(known.master_rows) or database_id != known.existing_id.hex():
         # An earlier attempt may have been committed although its connection was lost.
-        return stored.issuperset(new)
-    ids = {row.id for row in stored}
-    for row in new:
+        return stored_rows.issuperset(new_rows)
+    ids = {row.id for row in stored_rows}
+    for row in new_rows:
         update = sa.update(keyring).where(keyring.c.id == row.id)
         change = update if row.id in ids else sa.insert(keyring)
         connection.execute(change.values(row._asdict()))

@@ -138,13 +138,13 @@ class RotationRun(ABC):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            stored = {} if restart else (await self._db.survey()).meta_rows
+            meta_rows = {} if restart else (await self._db.survey()).meta_rows
             index_master = (await self._db.keyring()).index_master
-            for found in parse_checkpoints(stored, index_master):
-                if found.name != self._name:
+            for rotation in parse_checkpoints(meta_rows, index_master):
+                if rotation.name != self._name:
                     continue
-                self.result.since, self.result.resumed = found.since, True
-                if self.result.since is None or not found.is_authentic:
+                self.result.since, self.result.resumed = rotation.since, True
+                if self.result.since is None or not rotation.is_authentic:
                     raise TamperedError(
                         "the checkpoint was modified; begin a new rotation, with --restart or "
                         "restart=True",
@@ -160,8 +160,8 @@ class RotationRun(ABC):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:
-        old = meta.read(connection, self._checkpoint, lock=True) if replaces else None
-        return meta.swap(connection, self._checkpoint, old, value)
+        old_value = meta.read(connection, self._checkpoint, lock=True) if replaces else None
+        return meta.swap(connection, self._checkpoint, old_value, value)
 
     def _remove_checkpoint(self, connection: sa.Connection) -> None:
         self._reject_other_checkpoint(meta.read(connection, self._checkpoint, lock=True))
@@ -235,19 +235,19 @@ _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_
 
 
 def parse_checkpoints(
-    stored: Mapping[str, str], index_master: IndexMaster | None
+    meta_rows: Mapping[str, str], index_master: IndexMaster | None
 ) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations with a checkpoint in *stored*; *index_master* may authenticate them."""
-    for name, value in sorted(stored.items(), key=str):
+    """Yield the rotations with a checkpoint in *meta_rows*; *index_master* authenticates them."""
+    for name, value in sorted(meta_rows.items(), key=str):
         if str(name).startswith(meta.ROTATION):
-            written = _CHECKPOINT.fullmatch(str(value))
-            since = int(written["since"]) if written else _YEAR_10000
+            match = _CHECKPOINT.fullmatch(str(value))
+            since = int(match["since"]) if match else _YEAR_10000
             is_authentic = None
             if index_master is not None:
                 mac = index_master.mac("checkpoint", name, str(since)).hex()
-                is_authentic = written is not None and hmac.compare_digest(written["mac"], mac)
-            known = since if since < _YEAR_10000 else None
-            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), known, is_authentic)
+                is_authentic = match is not None and hmac.compare_digest(match["mac"], mac)
+            begun = since if since < _YEAR_10000 else None
+            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), begun, is_authentic)
 
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.

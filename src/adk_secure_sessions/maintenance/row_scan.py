@@ -148,9 +148,9 @@ async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.Checke
 
 
 async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSession]:
-    decrypted = await _decrypt_all(db, rows)
-    if not any(isinstance(session.ids_or_error, DecryptionError) for session in decrypted):
-        return decrypted
+    scanned = await _decrypt_all(db, rows)
+    if not any(isinstance(session.ids_or_error, DecryptionError) for session in scanned):
+        return scanned
     # After the query for the sessions, another process may have erased a user, or re-encrypted
     # sessions and retired their old data keys.  So read everything again.
     return await _decrypt_all(db, await _stored_rows(db, [row.id for row in rows]))

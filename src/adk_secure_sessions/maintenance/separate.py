@@ -117,11 +117,11 @@ async def separate(
     if are_replaced:
         retirement = await retire(db, **options)
         result.data_keys, result.master_ids = retirement.data_keys, retirement.master_ids
-    remaining = (await db.reread_keyring()).data_masters.keys() & separation.master_ids
+    old_master_ids = (await db.reread_keyring()).data_masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
-    ((old,),) = await db.runner.read_keys(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
-    result.kept = len(remaining) + int(old)
+    ((count,),) = await db.runner.read_keys(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
+    result.kept = len(old_master_ids) + int(count)
     result.complete = are_replaced and not result.kept
     if result.complete:
         await _end(db, keyring)
@@ -135,18 +135,20 @@ async def _replace_keys(
     db: Database, keyring: Keyring, separation: SeparationState, options: dict[str, Any]
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
-    stored = (await db.survey()).meta_rows
-    is_due = (
-        f"{meta.ROTATION}master" in stored
+    meta_rows = (await db.survey()).meta_rows
+    needs_new_master = (
+        f"{meta.ROTATION}master" in meta_rows
         or not keyring.data_masters.keys() - separation.master_ids
     )
-    if is_due and not (await rotate_master(db, **options)).succeeded:
+    if needs_new_master and not (await rotate_master(db, **options)).succeeded:
         return False
     # Records that are not encrypted with the current data key, or with one that is too old.
     meter = Meter(rate=options["rows_per_second"])
     counts, _ = await count_records(db, meter, separation.since)
-    is_left = any(count.rows > count.newest for count in counts) or f"{meta.ROTATION}data" in stored
-    return not is_left or (await rotate_data(db, **options)).succeeded
+    has_old_records = (
+        any(count.rows > count.newest for count in counts) or f"{meta.ROTATION}data" in meta_rows
+    )
+    return not has_old_records or (await rotate_data(db, **options)).succeeded
 
 
 _NUMBER_OF_OLD_DATA_KEYS = select_count(
@@ -201,11 +203,11 @@ async def _drop_rows_of_original(db: Database) -> None:
     The copy starts without a history of imports, and with an empty audit trail: the original has
     the trail of what happened before.  `_end` removes the feature `migration`.
     """
-    present = (await db.survey()).feature_tables
+    feature_tables = (await db.survey()).feature_tables
 
     def empty(connection: sa.Connection) -> None:
         for table in (migrated, audit_records):
-            if table.name in present:
+            if table.name in feature_tables:
                 connection.execute(sa.delete(table)).close()
 
     await db.runner.run_on_data(empty)
@@ -226,11 +228,11 @@ def _store_separation(
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
     # while it holds this lock.
     names = (meta.DATABASE_ID, meta.FEATURES)
-    stored = {name: meta.read(connection, name, lock=True) for name in names}
+    stored_texts = {name: meta.read(connection, name, lock=True) for name in names}
     # An earlier attempt may have been committed, although its connection was lost.
-    if stored[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
+    if stored_texts[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
         return True
-    is_known = stored.items() <= known.meta_rows.items()
+    is_known = stored_texts.items() <= known.meta_rows.items()
     if not (is_known and store_master_keys(known, new, connection)):
         return False
     for name, value in meta_rows.items():

@@ -178,8 +178,8 @@ async def status(
     total = await count_rows(db, *(column.table for column in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
-    begun = {run.name: run.since for run in rotations if run.is_authentic is not False}
-    records, spare_keys = await count_records(db, meter, begun.get("data") or 0)
+    since_of = {run.name: run.since for run in rotations if run.is_authentic is not False}
+    records, spare_keys = await count_records(db, meter, since_of.get("data") or 0)
     meter.finish()
     return Status(
         str(survey.format_version),
@@ -212,7 +212,7 @@ _TRAIL = sa.select(
 async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     if FeatureName.MIGRATION not in survey.features:
         return None
-    ((copied,),) = await db.runner.read(_COPIED, {})
+    ((sessions,),) = await db.runner.read(_COPIED, {})
     ((tombstones,),) = await db.runner.read(_TOMBSTONES, {})
     is_complete = meta.MIGRATION_MARK in survey.meta_rows
     is_authentic = None
@@ -221,7 +221,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
             is_authentic = await db.imports.migration_mark() is not None
         except WrongKeyError:
             is_authentic = False
-    return MigrationStatus(int(copied), int(tombstones), is_complete, is_authentic)
+    return MigrationStatus(int(sessions), int(tombstones), is_complete, is_authentic)
 
 
 async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
@@ -263,10 +263,10 @@ def _with_progress(
     if run.since is None or run.is_authentic is False:
         return run
     if run.name == "master":
-        new = {
-            one.id for one in masters if one.purpose == DATA_MASTER and one.created_at >= run.since
+        new_ids = {
+            key.id for key in masters if key.purpose == DATA_MASTER and key.created_at >= run.since
         }
-        replaced = sum(count.keys for count in keys if count.master_id in new)
+        replaced = sum(count.keys for count in keys if count.master_id in new_ids)
         total = sum(count.keys for count in keys)
     else:
         replaced = sum(count.newest for count in records)

@@ -123,8 +123,8 @@ async def verify(
         await run.check_marks()
     await run.check_owners()
     async for page in scan_sessions(db):
-        for stored in page:
-            await run.check_session(stored)
+        for session in page:
+            await run.check_session(session)
     if imports:
         await run.check_imports()
     await run.report_unlisted_features()
@@ -189,10 +189,10 @@ class _Verifier:
 
     async def _check_owner(self, table: sa.Table, row: OwnerRow) -> None:
         try:
-            decrypted = await read_owner(self._db, table, row)
-            if decrypted is None:
+            checked_owner = await read_owner(self._db, table, row)
+            if checked_owner is None:
                 return  # it was deleted after *row* was read
-            app_name, owner, _ = decrypted
+            app_name, owner, _ = checked_owner
             load_state(owner.state)
             if table is users:
                 identity = await self._db.runner.identify(app_name, owner.user_id)
@@ -254,14 +254,14 @@ class _Verifier:
         except DecryptionError:
             return False
 
-    async def check_session(self, stored: ScannedSession) -> None:
+    async def check_session(self, scanned: ScannedSession) -> None:
         rows = 1
         try:
             # Read the whole session in one statement, as a service does, so that its rows fit
             # together even if a service is writing.
-            is_collection = stored.row.is_collection
-            identity = await self._db.runner.identify(*stored.require_ids(), is_collection)
-            if identity.session_tag != stored.row.tag:
+            is_collection = scanned.row.is_collection
+            identity = await self._db.runner.identify(*scanned.require_ids(), is_collection)
+            if identity.session_tag != scanned.row.tag:
                 kind = "collection" if is_collection else "session"
                 raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
             is_memory = is_collection and identity.session_id == memory_items.COLLECTION_NAME
@@ -291,7 +291,7 @@ class _Verifier:
                     self.result.events += len(history)
                     await self._check_indexed(identity, of_user=False)
         except DecryptionError as error:
-            self.result.unchecked += self.problems.add_error(error, sessions.name, stored.id)
+            self.result.unchecked += self.problems.add_error(error, sessions.name, scanned.id)
         await self._meter.advance(rows)
 
 
@@ -334,8 +334,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         lost = [row for row in rows if row.owner not in stored_tags and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has
         # then also deleted the data keys.  So report only data keys that still exist.
-        stored = await db.runner.read_data_keys([row.owner for row in lost])
-        stored_ids = {key.id for key in stored.data_keys}
+        stored_keys = await db.runner.read_data_keys([row.owner for row in lost])
+        stored_ids = {key.id for key in stored_keys.data_keys}
         for row in lost:
             if row.id in stored_ids or not isinstance(row.owner, bytes):
                 problems.add(data_keys.name, row.id, Reason.MISSING, detail)

@@ -127,17 +127,17 @@ class AdkQueries:
         kinds = kinds_in(connection)
         own_kinds = [kind for kind in self.kinds if kind in kinds]
         if not own_kinds:
-            others = ", ".join(kinds) or "no sessions"
+            other_kinds = ", ".join(kinds) or "no sessions"
             raise ConfigurationError(
                 "the database contains no tables of google-adk's session services (found: "
-                f"{others}): check the URL of the source"
+                f"{other_kinds}): check the URL of the source"
             )
         self.kind: TableKind = own_kinds[0]
         self.dialect: str = connection.dialect.name
         self._is_mysql = self.dialect in _MYSQL
         self._events_zone: tzinfo = time_zone or UTC
-        given = None if self.dialect == "sqlite" else time_zone
-        self.sessions_zone: tzinfo | None = given or adk_rows.sessions_time_zone(self.dialect)
+        zone = None if self.dialect == "sqlite" else time_zone
+        self.sessions_zone: tzinfo | None = zone or adk_rows.sessions_time_zone(self.dialect)
         self._require_text_ids(connection)
         inspector = sa.inspect(connection)
         # Whether `events` has an index on the session's ids.  google-adk 1.28 and later create this
@@ -146,7 +146,7 @@ class AdkQueries:
             index["column_names"][:3] == ["app_name", "user_id", "session_id"]
             for index in inspector.get_indexes("events")
         )
-        present = {column["name"] for column in inspector.get_columns("events")}
+        column_names = {column["name"] for column in inspector.get_columns("events")}
         columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
         self._read_event: EventReader = adk_rows.convert_json_row
         self.pickles: PickleReader | None = None  # of schema v0
@@ -158,10 +158,10 @@ class AdkQueries:
             self._read_event = partial(adk_rows.convert_json_row, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
-            self._json(_EVENTS.c[name]) if name in present else sa.null() for name in columns
+            self._json(_EVENTS.c[name]) if name in column_names else sa.null() for name in columns
         ]
-        sized = present & {*adk_rows.JSON_VALUES, "actions"}
-        self._size_columns = [_EVENTS.c[name] for name in columns if name in sized]
+        sized_names = column_names & {*adk_rows.JSON_VALUES, "actions"}
+        self._size_columns = [_EVENTS.c[name] for name in columns if name in sized_names]
 
     def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._since(selection.since)]
@@ -251,18 +251,18 @@ class AdkQueries:
         keys = [session.ids for session in sessions]
         query = sa.select(*_SESSION_KEY, *_columns(self._json(SESSIONS.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
-        found: dict[tuple[Any, ...], tuple[Row, list[Row]]]
-        found = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
+        rows_of: dict[tuple[Any, ...], tuple[Row, list[Row]]]
+        rows_of = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
         for app_name, user_id, session_id, *columns in self._events(connection, keys):
-            if (session_rows := found.get((app_name, user_id, session_id))) is not None:
+            if (session_rows := rows_of.get((app_name, user_id, session_id))) is not None:
                 session_rows[1].append(columns)
-        stored = []
+        sessions_with_rows = []
         for session in sessions:
             # The driver of SQLite returns ids as bytes.
             ids = (name.encode() if self.dialect == "sqlite" else name for name in session.ids)
-            if (session_rows := found.get(tuple(ids))) is not None:
-                stored.append((session, *session_rows))
-        return stored
+            if (session_rows := rows_of.get(tuple(ids))) is not None:
+                sessions_with_rows.append((session, *session_rows))
+        return sessions_with_rows
 
     def sessions_with_prefix(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int
@@ -305,7 +305,7 @@ class AdkQueries:
         return {session[0]: try_convert(self.convert_session, *session) for session in found}
 
     def convert_states(self, rows: StateRows) -> States:
-        return {key: try_convert(self._convert_owner_state, key, stored) for key, stored in rows}
+        return {key: try_convert(self._convert_owner_state, key, state) for key, state in rows}
 
     def _convert_owner_state(self, key: Ids, stored: object) -> bytes:
         adk_rows.require_valid_ids(*key)

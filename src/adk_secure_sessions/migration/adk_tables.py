@@ -113,12 +113,12 @@ class AdkTables(Source):
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
         work = partial(describe, table=SESSIONS, time_column="update_time")
-        found = await self.run_in_snapshot(work)
+        description = await self.run_in_snapshot(work)
         try:
-            updated_at = to_microseconds(found.updated_at, queries.sessions_zone)
+            updated_at = to_microseconds(description.updated_at, queries.sessions_zone)
         except ConversionError:
             updated_at = None
-        return found._replace(updated_at=updated_at)
+        return description._replace(updated_at=updated_at)
 
     async def count(self, selection: Selection) -> int:
         return await self._run(AdkQueries.count, selection=selection)

@@ -173,11 +173,11 @@ class AdkTarget(ClosedByWith):
 
         The result does not contain the sessions that the target does not have.
         """
-        listed = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
-        found = await self._reader.read(listed)
+        sessions = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
+        stored_contents = await self._reader.read(sessions)
         reasons: dict[Ids, str] = {}
-        for session, (ids, content) in zip(listed, contents.items(), strict=True):
-            stored = found.get(session)
+        for session, (ids, content) in zip(sessions, contents.items(), strict=True):
+            stored = stored_contents.get(session)
             if isinstance(stored, SessionContent):  # PostgreSQL's JSONB makes large floats integers
                 content = content._replace(expires_at=None)
                 reasons[ids] = differences(content, stored, numbers_may_differ=True)
@@ -193,11 +193,11 @@ class AdkTarget(ClosedByWith):
         return None if is_same_state(found, state, numbers_may_differ=True) else "its state differs"
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
-        given = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))
-        named = [
-            is_exactly(self._dialect, column, name) for column, name in given if name is not None
+        names = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))
+        conditions = [
+            is_exactly(self._dialect, column, name) for column, name in names if name is not None
         ]
-        query = sa.select(sa.func.count()).select_from(SESSIONS).where(*named)
+        query = sa.select(sa.func.count()).select_from(SESSIONS).where(*conditions)
         return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
 
     # --- conversion ------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ class AdkTarget(ClosedByWith):
         value of the previous event, replace it by the previous value plus 1 microsecond.  The time
         in the event's JSON does not change; some releases of google-adk do not read it.
         """
-        last: datetime | None = None
+        previous: datetime | None = None
         for row, event in zip(rows, history, strict=True):
-            if last is not None and row["timestamp"] <= last:
-                if last >= datetime.max:
+            if previous is not None and row["timestamp"] <= previous:
+                if previous >= datetime.max:
                     raise ConversionError("the time of an event is out of range")
-                row["timestamp"] = last + _MICROSECOND
-            last = row["timestamp"]
+                row["timestamp"] = previous + _MICROSECOND
+            previous = row["timestamp"]
             values = {"author": "a", "timestamp": event.time / 1_000_000}
-            made: Any = v1.StorageEvent(id="e", invocation_id="i", timestamp=last)
-            made.event_data = values
-            if microseconds(made.to_event().timestamp) != event.time:
+            stored_event: Any = v1.StorageEvent(id="e", invocation_id="i", timestamp=previous)
+            stored_event.event_data = values
+            if microseconds(stored_event.to_event().timestamp) != event.time:
                 raise ConversionError(
                     "the installed google-adk would change the time of an event, or the order of "
                     "events: install google-adk 2.13 or later"
@@ -320,15 +320,15 @@ def create_private_file(path: Path) -> None:
         return
     except FileExistsError:
         pass
-    found = path.lstat()  # do not follow a link, which may name a file of another user
+    file_status = path.lstat()  # do not follow a link, which may name a file of another user
     # Windows has no `geteuid`, and `st_uid` is always 0 there.
-    is_others = sys.platform != "win32" and found.st_uid != os.geteuid()
-    if not stat.S_ISREG(found.st_mode) or is_others:
+    is_others = sys.platform != "win32" and file_status.st_uid != os.geteuid()
+    if not stat.S_ISREG(file_status.st_mode) or is_others:
         raise ConfigurationError(
             f"{str(path)!r} exists, and is a link or belongs to another user: plaintext is not "
             "written to it; give another name"
         )
-    if sys.platform != "win32" and stat.S_IMODE(found.st_mode) & 0o077:
+    if sys.platform != "win32" and stat.S_IMODE(file_status.st_mode) & 0o077:
         raise ConfigurationError(
             f"{str(path)!r} exists, and other users may read it: run chmod 600 first, because "
             "plaintext is written to it; or give another name"
@@ -344,10 +344,10 @@ def _event_moment(name: str, seconds: float) -> datetime:
     session: Any = SimpleNamespace(app_name="a", user_id="u", id="s")
     event = Event(author="a", invocation_id="i", timestamp=seconds)
     try:
-        stored = v1.StorageEvent.from_event(session, event).timestamp
+        moment = v1.StorageEvent.from_event(session, event).timestamp
     except (OverflowError, ValueError, OSError):
         raise ConversionError(f"the time of {name} is out of range") from None
-    return stored.replace(tzinfo=None)
+    return moment.replace(tzinfo=None)
 
 
 def _parsed(url: str | sa.URL) -> sa.URL:

@@ -189,8 +189,8 @@ class ComparisonRun:
             return undecryptable_reason(error)
         if copy is None or item.status is ImportStatus.DELETED:
             return ""
-        copied = item.copied_events if item.status is ImportStatus.CONTINUED else None
-        different = differences(item.content, copy, copied=copied)
+        event_count = item.copied_events if item.status is ImportStatus.CONTINUED else None
+        different = differences(item.content, copy, event_count=event_count)
         is_outdated = different and item.status is ImportStatus.OUTDATED
         return f"{_REASONS[item.status]}; {different}" if is_outdated else different
 
@@ -227,17 +227,17 @@ def differences(
     content: SessionContent,
     copy: SessionContent,
     *,
-    copied: int | None = None,
+    event_count: int | None = None,
     numbers_may_differ: bool = False,
 ) -> str:
     """Return the fields in which a session and its copy differ, as a reason; empty if in none.
 
-    If services have continued the copy, only `created_at` and the first *copied* events are
+    If services have continued the copy, only `created_at` and the first *event_count* events are
     compared.  If *numbers_may_differ* is True, `1` and `1.0` are the same.
     """
     fields = []
-    if copied is None:
-        copied = len(copy.events)
+    if event_count is None:
+        event_count = len(copy.events)
         if not is_same_state(content.state, copy.state, numbers_may_differ=numbers_may_differ):
             fields.append("state")
         if content.updated_at != copy.updated_at:
@@ -247,9 +247,9 @@ def differences(
             fields.append("expires_at")
     if content.created_at != copy.created_at:
         fields.append("created_at")
-    if len(content.events) != copied:
-        fields.append(f"number of events ({len(content.events)}, {copied})")
-    pairs = zip(content.events, copy.events[:copied], strict=False)
+    if len(content.events) != event_count:
+        fields.append(f"number of events ({len(content.events)}, {event_count})")
+    pairs = zip(content.events, copy.events[:event_count], strict=False)
     for number, (event, other) in enumerate(pairs, 1):
         if event.time != other.time:
             fields.append(f"time of event {number}")

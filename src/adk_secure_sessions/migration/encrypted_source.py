@@ -113,12 +113,12 @@ class EncryptedSource(Source):
                 states: dict[Ids, bytes | Unreadable] = {}
                 for row in rows:
                     try:
-                        decrypted = await read_owner(self._db, table, row)
-                        if decrypted is not None and selection.app_name in (
+                        checked_owner = await read_owner(self._db, table, row)
+                        if checked_owner is not None and selection.app_name in (
                             None,
-                            decrypted.app_name,
+                            checked_owner.app_name,
                         ):
-                            app_name, owner, _ = decrypted
+                            app_name, owner, _ = checked_owner
                             ids = (app_name,) if table is apps else (app_name, owner.user_id)
                             with locating_errors(table.name, row.id):
                                 load_state(owner.state)
@@ -190,30 +190,30 @@ async def session_content(
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.runner.identify(app_name, user_id, session_id)
-    loaded = await db.runner.run(key_operations.CheckSession(identity, _check_event))
-    if loaded is None:
+    checked = await db.runner.run(key_operations.CheckSession(identity, _check_event))
+    if checked is None:
         return None
-    stored = loaded.session
-    with locating_errors(snapshots.name, stored.row.id):
-        snapshot = {} if stored.snapshot is None else load_state(stored.snapshot)
-    with locating_errors(sessions.name, stored.row.id):
-        values = snapshot | load_state(stored.overlay)
+    session, row = checked.session, checked.session.row
+    with locating_errors(snapshots.name, row.id):
+        snapshot = {} if session.snapshot is None else load_state(session.snapshot)
+    with locating_errors(sessions.name, row.id):
+        values = snapshot | load_state(session.overlay)
         try:
             state = dump_state(values)
         except ValueError:  # together they are larger than one record
             reason = Reason.MALFORMED
             raise DecryptionError(f"its state exceeds a limit: {SEE_LIMITS}", reason) from None
-    history = [SourceEvent(*pair) for pair in zip(loaded.events, loaded.times, strict=True)]
-    expires_at = None if stored.row.expires_at == NEVER else stored.row.expires_at
-    return SessionContent(state, history, stored.row.created_at, stored.row.updated_at, expires_at)
+    history = [SourceEvent(*pair) for pair in zip(checked.events, checked.times, strict=True)]
+    expires_at = None if row.expires_at == NEVER else row.expires_at
+    return SessionContent(state, history, row.created_at, row.updated_at, expires_at)
 
 
 async def owner_state(db: Database, app_name: str, user_id: str | None = None) -> bytes:
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
     identity = await db.runner.identify(app_name, user_id or "")
-    checked = await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
-    return checked.owner.state if checked else b"{}"
+    checked_owner = await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
+    return checked_owner.owner.state if checked_owner else b"{}"
 
 
 # --- statements ----------------------------------------------------------------------------------

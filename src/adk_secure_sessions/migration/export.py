@@ -227,38 +227,38 @@ class _ExportToAdk(_ExportRun):
                 suitable[ids] = self._target.to_rows(ids, content)
             except ConversionError as error:
                 failed[ids] = str(error)
-        known = await self._target.differences({ids: batch[ids] for ids in suitable})
-        new = {ids: rows for ids, rows in suitable.items() if ids not in known}
-        rejected = await self._target.insert(new)
+        differences = await self._target.differences({ids: batch[ids] for ids in suitable})
+        missing = {ids: rows for ids, rows in suitable.items() if ids not in differences}
+        rejected = await self._target.insert(missing)
         # If the connection was lost after the commit, the repeated INSERT is rejected, although the
         # sessions are stored.  So compare the rejected sessions, too.
-        known |= await self._target.differences({ids: batch[ids] for ids in rejected})
+        differences |= await self._target.differences({ids: batch[ids] for ids in rejected})
         for ids in suitable:
-            if ids in new and ids not in rejected:
+            if ids in missing and ids not in rejected:
                 self._result.sessions += 1
                 self._result.events += len(batch[ids].events)
-            elif known.get(ids) == "":
+            elif differences.get(ids) == "":
                 self._result.unchanged += 1
             else:
-                other = f"the target has another session with its ids: {known.get(ids)}"
+                other = f"the target has another session with its ids: {differences.get(ids)}"
                 failed[ids] = rejected.get(ids, other)
         for ids, reason in failed.items():
             self._reject(ids, reason)
 
     async def _compare(self) -> None:
         """Read both databases again, compare all sessions and states, and report differences."""
-        found = verified = 0
+        in_both = verified = 0
         async for batch in self._readable_sessions(reports=False):
-            known = await self._target.differences(batch)
-            found += len(known)
+            differences = await self._target.differences(batch)
+            in_both += len(differences)
             verified += len(batch)
             for ids in batch:
-                self._report_difference(ids, known.get(ids, MISSING))
+                self._report_difference(ids, differences.get(ids, MISSING))
         async for owner, state in self._readable_states(reports=False):
             self._report_difference(owner, await self._target.state_difference(owner, state))
         self._result.verified = verified
         number = await self._target.count(self._app_name, self._user_id)
-        self._result.only_in_target = max(number - found, 0)
+        self._result.only_in_target = max(number - in_both, 0)
 
     def _report_difference(self, ids: Ids, difference: str | None) -> None:
         if difference:

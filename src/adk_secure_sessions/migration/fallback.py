@@ -220,15 +220,15 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         # read, the listing lacks it: list the sessions again.
         if self._state_copies != state_copies:
             response = await listing()
-        known = {(session.app_name, session.user_id, session.id) for session in response.sessions}
-        left = [session for session in source_sessions if session.ids not in known]
-        stored = {}
-        for user in {session.user_id for session in left}:
+        listed = {(session.app_name, session.user_id, session.id) for session in response.sessions}
+        uncopied = [session for session in source_sessions if session.ids not in listed]
+        states_of = {}
+        for user in {session.user_id for session in uncopied}:
             identity = await self._runner.identify(app_name, user)
-            stored[user] = await self._runner.run(reads.GetStates(identity))
+            states_of[user] = await self._runner.run(reads.GetStates(identity))
         response.sessions += [
-            _to_session(session, source_sessions[session], *stored[session.user_id])
-            for session in left
+            _to_session(session, source_sessions[session], *states_of[session.user_id])
+            for session in uncopied
         ]
         response.sessions.sort(
             key=lambda session: (session.last_update_time, session.user_id, session.id)
@@ -395,8 +395,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         else:
             for owner in wanted:
                 states[owner] = await self._query(self._source.state(*owner))
-        found = {ids: state for ids, state in states.items() if state is not None}
-        return {ids: _readable(state, "a state") for ids, state in found.items()}
+        stored_states = {ids: state for ids, state in states.items() if state is not None}
+        return {ids: _readable(state, "a state") for ids, state in stored_states.items()}
 
     async def _copy_states(self, app_name: str, *user_ids: str) -> None:
         """Copy the states of an app and of users that were not copied yet.
@@ -405,11 +405,11 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """
         cache = await self._settled_owners()
         owners: list[Ids] = [(app_name,), *((app_name, user_id) for user_id in user_ids)]
-        unknown = {owner for owner in owners if not cache.get(owner)}
-        if not unknown:
+        unsettled = {owner for owner in owners if not cache.get(owner)}
+        if not unsettled:
             return
-        missing = unknown - (await self._imports.rows_for(unknown)).keys()
-        states = await self._states_of(app_name, missing)
+        uncopied = unsettled - (await self._imports.rows_for(unsettled)).keys()
+        states = await self._states_of(app_name, uncopied)
 
         async def store(owner: Ids) -> ImportStatus:
             return await self._imports.import_state(owner, states[owner])
@@ -421,7 +421,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 "a state was written without PlaintextFallbackService before it was copied: "
                 "the state in the plaintext source is not used"
             )
-        for owner in unknown:
+        for owner in unsettled:
             cache.put(owner, True)
         self._state_copies += 1
 

@@ -191,8 +191,8 @@ class _MigrationRun:
     async def copy(self) -> None:
         number = _IMPORTS_AT_ONCE
         if self.scan.index_master is not None:
-            end = await self.target.imports.migration_mark()
-            self.source_is_erased = end is not None and end.source_is_erased
+            mark = await self.target.imports.migration_mark()
+            self.source_is_erased = mark is not None and mark.source_is_erased
             dialect = await self.target.runner.run_on_data(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.scan.sessions():
@@ -201,10 +201,10 @@ class _MigrationRun:
             # database, and use only one.
             due = {item.ids: item for item in sessions if isinstance(item.content, SessionContent)}
             for length in 1, 2:
-                first = {ids[:length]: ids for ids in reversed(due)}.values()
-                await in_groups(number, self._copy_session, [due.pop(ids) for ids in first])
-            others = [item for item in sessions if not isinstance(item.content, SessionContent)]
-            await in_groups(number, self._copy_session, [*due.values(), *others])
+                firsts = {ids[:length]: ids for ids in reversed(due)}.values()
+                await in_groups(number, self._copy_session, [due.pop(ids) for ids in firsts])
+            unread = [item for item in sessions if not isinstance(item.content, SessionContent)]
+            await in_groups(number, self._copy_session, [*due.values(), *unread])
         async for batch in self.scan.states():
             await in_groups(number, self._copy_state, batch)
 
@@ -257,7 +257,7 @@ class _MigrationRun:
             return True
         number = len(copy.events)
         beginning = content._replace(events=content.events[:number])
-        return not differences(beginning, copy, copied=number)
+        return not differences(beginning, copy, event_count=number)
 
     async def _copy_state(self, item: StateItem) -> None:
         status = item.status

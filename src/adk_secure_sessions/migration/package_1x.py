@@ -93,11 +93,11 @@ class Package1x(AdkTables):
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.run_decoded(work)
             samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, limit=2)))
-            found = await asyncio.to_thread(
+            states = await asyncio.to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )
-            reasons = [state.reason for state in found if isinstance(state, Unreadable)]
-            if reasons and len(reasons) == len(found):
+            reasons = [state.reason for state in states if isinstance(state, Unreadable)]
+            if reasons and len(reasons) == len(states):
                 raise WrongKeyError(
                     "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
                     f"give the keys of its backends ({reasons[0]})"
@@ -123,9 +123,9 @@ class _Package1xQueries(AdkQueries):
     ) -> None:
         super().__init__(connection, time_zone)
         self._keys = keys
-        found = sa.inspect(connection).get_columns("events")
+        columns = sa.inspect(connection).get_columns("events")
         # The tables of releases before 1.1 are like those of google-adk's SqliteSessionService.
-        self.kind = kind_of_adk(connection, set(), {column["name"]: column for column in found})
+        self.kind = kind_of_adk(connection, set(), {column["name"]: column for column in columns})
 
     def convert_session(
         self, session: SourceSession, row: Any, history: list[Row]

@@ -116,8 +116,8 @@ class ServiceSource(Source):
     ) -> dict[SourceSession, _Content]:
         """Read sessions; with *counts_events*, their etags contain the number of events."""
         contents = {}
-        found = await in_groups(_AT_ONCE, self._get, listed)
-        for key, session in zip(listed, found, strict=True):
+        service_sessions = await in_groups(_AT_ONCE, self._get, listed)
+        for key, session in zip(listed, service_sessions, strict=True):
             if session is not None:
                 if counts_events:
                     etag = f"{session.last_update_time!r} {len(session.events)}"
@@ -200,9 +200,9 @@ def _content(key: SourceSession, session: Session) -> SessionContent:
     state = encoded_state(json_text.split_scopes(session.state).session)
     converted: list[SourceEvent] = []
     for event in session.events:
-        copied = event.model_copy(update={"actions": event.actions.model_copy()})
+        event_copy = event.model_copy(update={"actions": event.actions.model_copy()})
         try:
-            converted.append(convert_event(copied))
+            converted.append(convert_event(event_copy))
         except ValueError:
             raise ConversionError(
                 f"event {len(converted) + 1} of {len(session.events)} holds a value without a JSON "

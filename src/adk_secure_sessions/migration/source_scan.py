@@ -128,8 +128,8 @@ class SourceScan:
 
     async def read_again(self, item: SessionItem) -> SessionItem | None:
         """Return *item* with its present status and content; None if the source deleted it."""
-        filled = await self._with_contents(await self._session_items([item.session]))
-        return filled[0] if filled else None
+        items = await self._with_contents(await self._session_items([item.session]))
+        return items[0] if items else None
 
     async def states(self) -> AsyncIterator[Sequence[StateItem]]:
         """Yield the states of users, and then those of apps, in batches."""
@@ -165,15 +165,15 @@ class SourceScan:
         if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
             return
         for tag, row in self._unseen_copies.items():
-            for found in await sessions_in_rows(self.target, [row]):
-                if isinstance(found.ids_or_error, DecryptionError):
+            for scanned in await sessions_in_rows(self.target, [row]):
+                if isinstance(scanned.ids_or_error, DecryptionError):
                     ids = ("", "", f"{sessions.name} row {row}")
-                    yield GoneCopy(ids, tag, undecryptable_reason(found.ids_or_error))
+                    yield GoneCopy(ids, tag, undecryptable_reason(scanned.ids_or_error))
                     continue
-                ids = found.ids_or_error
-                has_expired = found.row.expires_at <= time_now()
+                ids = scanned.ids_or_error
+                has_expired = scanned.row.expires_at <= time_now()
                 is_others = has_apps and ids[0] not in self._app_names
-                if found.row.tag != tag or has_expired or is_others:
+                if scanned.row.tag != tag or has_expired or is_others:
                     continue
                 copy = (await self.target.imports.rows_for([ids])).get(ids)
                 if copy and copy.is_untouched:
@@ -192,9 +192,9 @@ class SourceScan:
         async for rows in pages(read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
                 # SQLite stores any type in any column, so a modified tag may have another type.
-                known = tag if isinstance(tag, bytes) else b""
-                if (known,) not in self._tags:
-                    self._unseen_copies[known] = row
+                key_tag = tag if isinstance(tag, bytes) else b""
+                if (key_tag,) not in self._tags:
+                    self._unseen_copies[key_tag] = row
 
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index_master is None:
@@ -229,8 +229,8 @@ class SourceScan:
 
     async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:
         contents = await self.source.read([item.session for item in items])
-        read = ((item, contents.get(item.session)) for item in items)
-        return [replace(item, content=content) for item, content in read if content is not None]
+        pairs = ((item, contents.get(item.session)) for item in items)
+        return [replace(item, content=content) for item, content in pairs if content is not None]
 
 
 _TAGS = sa.select(sessions.c.tag)
