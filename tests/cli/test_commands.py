@@ -33,7 +33,7 @@ def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: s
     told = run("status", *on(url, None))
     assert told.code == 0
     assert "secure_events" in told.stdout
-    assert "12 under newest key" in told.stdout
+    assert "12 under current key" in told.stdout
     assert "unwrapped" not in told.stdout
     assert "unwrapped" in run("status", *on(url)).stdout
     wrong = run("status", *on(url, "env:NEW_KEY"))

@@ -60,7 +60,7 @@ def test_every_key_and_the_backend_are_replaced_in_turn(url: str, place: sa.URL)
         "",
     )
     told = run("status", "--db", url).stdout
-    assert re.findall(r"(\w+) +aesgcm +(\d+) +(\d+) under newest key +100%\n", told) == [
+    assert re.findall(r"(\w+) +aesgcm +(\d+) +(\d+) under current key +100%\n", told) == [
         ("secure_apps", "1", "1"),
         ("secure_users", "2", "2"),
         ("secure_sessions", "4", "4"),
@@ -157,8 +157,8 @@ def test_status_shows_what_services_with_another_backend_wrote_since(file: str) 
     fernet = fill(file, FernetBackend(OLD), others=[AesGcmBackend(OLD)], users=["ada"], name="f")
     asyncio.run(fernet)
     told = run("status", "--db", file).stdout
-    assert re.search(r"secure_events +aesgcm +12 +6 under newest key +50%", told)
-    assert re.search(r"secure_events +fernet +6 +6 under newest key +100%", told)
+    assert re.search(r"secure_events +aesgcm +12 +6 under current key +50%", told)
+    assert re.search(r"secure_events +fernet +6 +6 under current key +100%", told)
     again = run("rotate", "data", *on(file), *WITH_FERNET)
     assert (again.code, "left" in again.stdout) == (0, False)
     assert "fernet" not in run("status", "--db", file).stdout.partition("rows")[2]

@@ -51,7 +51,7 @@ async def test_erasure_that_fails_after_the_keys_is_completed_by_the_next(
         async with pair.maintained() as db:
             done = await erase_user(db, APP, "ada")
             assert done.numbers[:6] == (0, 1, 1, 0, 0, 2)
-            assert (done.succeeded, done.missing) == (True, "")
+            assert (done.succeeded, done.missing_part) == (True, "")
             assert any("already deleted" in note for note in erasure_notes(done, dry_run=False))
             assert not (await erase_user(db, APP, "ada")).succeeded
         assert await find(service) is None

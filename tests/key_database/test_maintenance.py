@@ -38,14 +38,14 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
         shown = [
             await record_headers(db, f"secure_{name}") for name in ("keyring", "data_keys", "users")
         ]
-    assert {(one.table, one.rows, one.newest) for one in found.records} == {
+    assert {(one.table, one.rows, one.under_current) for one in found.records} == {
         ("secure_apps", 1, 1),
         ("secure_users", 7, 7),
         ("secure_sessions", 7, 7),
         ("secure_events", 7, 7),
         ("secure_witnesses", 15, 15),
     }
-    assert sum(one.keys for one in found.data_keys) == 8
+    assert sum(one.key_count for one in found.data_keys) == 8
     assert len(found.master_keys) == 2
     assert [len(rows) for rows in shown] == [2, 8, 7]
     async with pair.maintained() as db:

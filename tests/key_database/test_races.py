@@ -191,7 +191,7 @@ async def test_spare_key_makes_no_record_count_as_old(key: bytes | None, files: 
     await make_ada_with_spare_keys(files)
     async with files.maintained(key) as db:
         found = await status(db)
-    assert all(one.newest == one.rows for one in found.records)
+    assert all(one.under_current == one.rows for one in found.records)
     assert found.spare_keys == 2
 
 

@@ -242,7 +242,7 @@ async def test_user_who_returns_is_a_new_user_to_every_service(url: str, place: 
     await assert_whole(url)
     async with Database(url, BACKEND) as db:
         records = (await status(db)).records
-    assert [one for one in records if one.rows != one.newest] == []
+    assert [one for one in records if one.rows != one.under_current] == []
 
 
 # --- at the same time ----------------------------------------------------------------------------

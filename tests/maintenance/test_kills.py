@@ -74,7 +74,7 @@ async def complete(url: str, job: str) -> Any:
         again = await verify(db)
         assert again == found
         if job == "data":
-            assert all(one.rows == one.newest for one in (await status(db)).records)
+            assert all(one.rows == one.under_current for one in (await status(db)).records)
     return done
 
 

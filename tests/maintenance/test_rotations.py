@@ -203,7 +203,7 @@ async def test_every_record_is_reencrypted_and_the_old_keys_are_retired(
         done = await rotate_data(db)
         assert (done.keys, done.left, done.bad) == (3, 0, 0)
         found = await status(db)
-        assert all(one.rows == one.newest for one in found.records)
+        assert all(one.rows == one.under_current for one in found.records)
         assert {one.backend_id for one in found.records} == {new.backend_id}
         assert done.reencrypted == sum(one.rows for one in found.records)
         retired = await retire(db)
@@ -274,7 +274,7 @@ async def test_service_with_a_retired_key_in_memory_loses_nothing(url: str, plac
         )
     await assert_whole(url, AES)
     async with Database(url, AES) as db:
-        assert all(one.rows == one.newest for one in (await status(db)).records)
+        assert all(one.rows == one.under_current for one in (await status(db)).records)
     assert len(await stored(url, AES)) == 9
 
 

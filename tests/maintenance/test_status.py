@@ -27,7 +27,7 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
     assert (found.format_version, found.has_plaintext_records) == ("2", False)
     assert sorted(found.records, key=str) == sorted(
         [
-            # Ada has a newer key of Fernet, which her row names: older records are not newest.
+            # Ada has a newer key of Fernet, which her row names: older records are not.
             RecordCount("secure_apps", 1, 1, 1),
             RecordCount("secure_users", 1, 1, 1),
             RecordCount("secure_users", 2, 1, 1),
@@ -41,7 +41,7 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
         key=str,
     )
     ((master,),) = query(place, "SELECT id FROM secure_keyring WHERE purpose = 'data'")
-    assert {(one.backend_id, one.master_id, one.keys) for one in found.data_keys} == {
+    assert {(one.backend_id, one.master_id, one.key_count) for one in found.data_keys} == {
         (1, master, 3),
         (2, master, 1),
     }
@@ -116,7 +116,7 @@ async def test_status_reports_progress_to_the_end(url: str) -> None:
     seen: list[tuple[int, int]] = []
     async with Database(url) as db:
         found = await status(db, progress=lambda *at: seen.append(at))
-    rows = sum(one.rows for one in found.records) + sum(one.keys for one in found.data_keys)
+    rows = sum(one.rows for one in found.records) + sum(one.key_count for one in found.data_keys)
     assert seen[-1] == (rows, rows)
 
 

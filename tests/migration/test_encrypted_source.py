@@ -181,12 +181,12 @@ async def test_collections_are_no_sessions(file_url: str) -> None:
     async with EncryptedSessionService(file_url, BACKEND) as of:
         await of.create_session(app_name=APP, user_id="ada", session_id="s")
         async with EncryptedSource(Database(file_url, BACKEND)) as source:
-            assert not await source.has_others()
+            assert not await source.has_artifacts_or_memory()
         await of.collections.append((APP, "bob", "c"), encode_item({"n": 1}))
     async with EncryptedSource(Database(file_url, BACKEND)) as source:
         assert set(await contents(source)) == {(APP, "ada", "s")}
         assert await source.count(ALL) == 1
-        assert await source.has_others()
+        assert await source.has_artifacts_or_memory()
 
 
 REASONS = {

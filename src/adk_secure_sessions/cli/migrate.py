@@ -265,7 +265,7 @@ def copy_notes(result: "migration.Migration", dry_run: bool) -> Iterator[str]:
     if result.gone and result.deleted_gone:
         were = "would be" if dry_run else "were"
         yield f"the sessions that are no longer in the source {were} deleted in the target"
-    if result.has_others:
+    if result.has_artifacts_or_memory:
         yield "the source also has artifacts or memories of users, which are not copied"
     if result.stopped:
         yield (

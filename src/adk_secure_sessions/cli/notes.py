@@ -41,7 +41,7 @@ def status_notes(result: maintenance.Status) -> Iterator[str]:
     ]
     yield from ("master keys", *table(masters, _INDENT))
     keys = [
-        (backend_name(count.backend_id), f"under master key {count.master_id}", count.keys)
+        (backend_name(count.backend_id), f"under master key {count.master_id}", count.key_count)
         for count in result.data_keys
     ]
     yield from ("data keys", *table(keys, _INDENT))
@@ -49,14 +49,14 @@ def status_notes(result: maintenance.Status) -> Iterator[str]:
         spare = counted(result.spare_keys, "data key")
         yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
     is_rotating = any(run.name == "data" and run.done is not None for run in result.unfinished)
-    under = "under keys of the rotation" if is_rotating else "under newest key"
+    under = "under keys of the rotation" if is_rotating else "under current key"
     rows = [
         (
             count.table,
             backend_name(count.backend_id),
             count.rows,
-            f"{count.newest} {under}",
-            f"{100 * count.newest // max(count.rows, 1)}%",  # rounded down: 100% means all rows
+            f"{count.under_current} {under}",
+            f"{100 * count.under_current // max(count.rows, 1)}%",  # 100% means all rows
         )
         for count in result.records
     ]
@@ -119,9 +119,9 @@ def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
 def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
     if not result.rows:
         yield "there is no such user" if result.has_app else "there is no such app"
-    elif result.missing:
+    elif result.missing_part:
         remain = "run `verify`, which lists any rows of the user that remain"
-        yield f"{result.missing} was missing: {remain}"
+        yield f"{result.missing_part} was missing: {remain}"
     elif result.keys_were_deleted:
         yield "a run that was interrupted had already deleted the data key"
     if result.cleared:

@@ -41,14 +41,15 @@ class RecordCount(NamedTuple):
         table: The table's name.
         backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
-        newest: How many of these rows name the current data key of their owner (the user or app) in
-            the record's header.  The current data key is the one that encrypts the owner's row.
+        under_current: How many of these rows name the current data key of their owner (the user or
+            app) in the record's header.  The current data key is the one that encrypts the owner's
+            row.
     """
 
     table: str
     backend_id: int | None
     rows: int
-    newest: int
+    under_current: int
 
 
 class DataKeyCount(NamedTuple):
@@ -57,12 +58,12 @@ class DataKeyCount(NamedTuple):
     Attributes:
         backend_id: The id of the backend that encrypts with these keys.
         master_id: The id of the data master; None if the wrapped keys are in an unknown format.
-        keys: The number of these data keys.
+        key_count: The number of these data keys.
     """
 
     backend_id: int
     master_id: int | None
-    keys: int
+    key_count: int
 
 
 async def count_rows(db: Database, *tables: sa.Table) -> int:
@@ -97,8 +98,8 @@ async def count_records(
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Return the record counts by table and backend, and the number of spare data keys.
 
-    A record counts as newest if its data key is the current one of its owner, was created at
-    *since* or later, and can be unwrapped by *keyring*, if that is given.
+    A record counts as under the current key if its data key is the current one of its owner, was
+    created at *since* or later, and can be unwrapped by *keyring*, if that is given.
     """
     counts: Counter[tuple[str, int | None]] = Counter()
     under_current: Counter[tuple[str, int | None]] = Counter()

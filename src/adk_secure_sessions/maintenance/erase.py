@@ -86,7 +86,7 @@ class Erasure(Result):
         return sum(self.numbers)
 
     @property
-    def missing(self) -> str:
+    def missing_part(self) -> str:
         """What was missing, in words, also if the user does not exist; empty if nothing was."""
         if not self.users:
             return "the user's own row"
@@ -94,7 +94,7 @@ class Erasure(Result):
 
     @property
     def succeeded(self) -> bool:
-        return not self.missing
+        return not self.missing_part
 
 
 @audited_command

@@ -71,7 +71,7 @@ _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {
     for column in (
         keyring.c.wrapped,
         data_keys.c.wrapped,
-        *(column.record_column for column in SEALED),
+        *(table.record_column for table in SEALED),
     )
 }
 TABLES = tuple(_RECORD_COLUMNS)

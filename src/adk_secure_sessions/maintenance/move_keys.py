@@ -126,12 +126,12 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
 
 
 class _Side(NamedTuple):
-    """One of the two databases; `change` runs a function in a transaction there."""
+    """One of the two databases; `run_sync` runs a function in a transaction there."""
 
     name: KeyPlace
     executor: Executor
     read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
-    change: Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
+    run_sync: Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
 
 
 class _MoveState(NamedTuple):
@@ -165,7 +165,7 @@ class _Move:
         has_begun = state.is_switched or FeatureName.MOVING in state.source.features
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
-                await side.change(partial(self._claim, survey.meta_rows))
+                await side.run_sync(partial(self._claim, survey.meta_rows))
         if not state.is_switched:
             await self._park_and_copy(state)
             await self._db.runner.run_on_data(self._switch)
@@ -178,10 +178,10 @@ class _Move:
             table for table in (keyring, data_keys) if table.name not in source.missing_tables
         ]
         if source.format_version is not None:
-            await self._source.change(partial(self._delete_source_keys, tables, target_keys))
+            await self._source.run_sync(partial(self._delete_source_keys, tables, target_keys))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.features_text(target.features - {FeatureName.MOVING})
-        await self._target.change(
+        await self._target.run_sync(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)
         )
         to, cleared = self._target.name, not obstacles
@@ -259,7 +259,7 @@ class _Move:
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source)
         moving = state.features_text(source.features | {FeatureName.MOVING})
-        await self._source.change(partial(self._park_source, source, moving))
+        await self._source.run_sync(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
@@ -267,10 +267,10 @@ class _Move:
         if self._to_key_db:
             meta_rows[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.master_rows]
-        await self._target.change(partial(self._create_target, state.target, meta_rows, masters))
+        await self._target.run_sync(partial(self._create_target, state.target, meta_rows, masters))
         meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
-            await self._target.change(partial(self._insert_data_keys, rows))
+            await self._target.run_sync(partial(self._insert_data_keys, rows))
             await meter.advance(len(rows))
         meter.finish()
         if await _fingerprint(self._source) != await _fingerprint(self._target):

@@ -388,8 +388,8 @@ class DataRotationRun(RotationRun):
         keyring = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)
         for records in counts:
-            newest = records.newest if records.backend_id == writing_backend_id else 0
-            left_in[records.table] += records.rows - newest
+            current = records.under_current if records.backend_id == writing_backend_id else 0
+            left_in[records.table] += records.rows - current
         self.result.left_in = tuple((+left_in).items())
         return left_in.total()
 

@@ -196,7 +196,7 @@ class _MasterRotationRun(RotationRun):
                 f"master key {self.result.master_id} was retired meanwhile: {OVERLAPPED}"
             )
         counts = await count_data_keys(self._db, Meter())
-        return sum(count.keys for count in counts if count.master_id != self.result.master_id)
+        return sum(count.key_count for count in counts if count.master_id != self.result.master_id)
 
 
 def _store_rewrapped(

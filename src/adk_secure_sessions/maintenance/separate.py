@@ -95,7 +95,7 @@ async def separate(
         SecureSessionError: Another process has changed the keyring or started a rotation during
             this run; or another run of `separate` was first.
     """
-    await _finish_ids(db)
+    await _complete_new_id(db)
     keyring = await db.keyring()
     # If no old data master is left, begin a new separation: an attacker may have replayed the
     # stored state of an ended separation, so that this copy seems to be separated already.
@@ -103,7 +103,7 @@ async def separate(
         keyring.separation.master_ids & keyring.data_masters.keys()
     )
     if not resumed:
-        await _begin(db)
+        await _begin_separation(db)
     options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
     await _drop_rows_of_original(db)
     keyring = await db.keyring()
@@ -124,7 +124,7 @@ async def separate(
     result.kept = len(old_master_ids) + int(count)
     result.complete = are_replaced and not result.kept
     if result.complete:
-        await _end(db, keyring)
+        await _end_separation(db, keyring)
         if keyring.has_audit_table:
             await db.reread_keyring()
             await db.keyring()  # store in the audit trail of the copy that this command has run
@@ -145,10 +145,9 @@ async def _replace_keys(
     # Records that are not encrypted with the current data key, or with one that is too old.
     meter = Meter(rate=options["rows_per_second"])
     counts, _ = await count_records(db, meter, separation.since)
-    has_old_records = (
-        any(count.rows > count.newest for count in counts) or f"{meta.ROTATION}data" in meta_rows
-    )
-    return not has_old_records or (await rotate_data(db, **options)).succeeded
+    has_old_records = any(count.under_current < count.rows for count in counts)
+    is_done = not has_old_records and f"{meta.ROTATION}data" not in meta_rows
+    return is_done or (await rotate_data(db, **options)).succeeded
 
 
 _NUMBER_OF_OLD_DATA_KEYS = select_count(
@@ -156,7 +155,7 @@ _NUMBER_OF_OLD_DATA_KEYS = select_count(
 )
 
 
-async def _begin(db: Database) -> None:
+async def _begin_separation(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
     survey, keyring = await db.survey(), await db.keyring()
     load_features(survey, keyring)  # reject a tampered list: the new list contains its features
@@ -176,11 +175,11 @@ async def _begin(db: Database) -> None:
     if not await db.runner.run_on_keys(partial(_store_separation, survey, wrapped, meta_rows)):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
-        await db.runner.run_on_data(partial(_set_id, old_id.hex(), new_id.hex()))
+        await db.runner.run_on_data(partial(_store_new_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
 
 
-async def _finish_ids(db: Database) -> None:
+async def _complete_new_id(db: Database) -> None:
     """Store the new id in the data database, if a killed run stored it only in the key database."""
     if not db.runner.executors.has_key_database:
         return
@@ -194,14 +193,14 @@ async def _finish_ids(db: Database) -> None:
     root_key_id = backends.writing.root_key.key_id
     keyring = await open_keyring(rows, backends.roots, root_key_id, survey.existing_id)
     load_features(survey, keyring)
-    await db.runner.run_on_data(partial(_set_id, old_id, survey.existing_id.hex()))
+    await db.runner.run_on_data(partial(_store_new_id, old_id, survey.existing_id.hex()))
 
 
 async def _drop_rows_of_original(db: Database) -> None:
     """Delete the rows of `secure_migrated` and `secure_audit`, which are bound to the original.
 
     The copy starts without a history of imports, and with an empty audit trail: the original has
-    the trail of what happened before.  `_end` removes the feature `migration`.
+    the trail of what happened before.  `_end_separation` removes the feature `migration`.
     """
     feature_tables = (await db.survey()).feature_tables
 
@@ -241,7 +240,7 @@ def _store_separation(
     return True
 
 
-def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
+def _store_new_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     """Store the new id in the data database, and delete the original database's checkpoints."""
     if meta.read(connection, meta.DATABASE_ID, lock=True) != old_id:
         return  # another run has stored the new id, and may have stored checkpoints of its own
@@ -249,7 +248,7 @@ def _set_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
     meta.remove_checkpoints(connection)
 
 
-async def _end(db: Database, keyring: Keyring) -> None:
+async def _end_separation(db: Database, keyring: Keyring) -> None:
     survey = await db.survey()
     load_features(survey, keyring)  # reject a tampered list: the new list contains its features
     if FeatureName.SEPARATING not in survey.features:

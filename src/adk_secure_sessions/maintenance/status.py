@@ -125,7 +125,7 @@ class Status(Result):
         master_keys: The master keys.
         data_keys: The number of data keys, by backend and by the data master that wraps them.
         records: The number of records, by table and backend.  While a `data` rotation is
-            unfinished, a record counts as `newest` only if its data key was created since the
+            unfinished, `under_current` counts only records whose data key was created since the
             rotation began.
         unfinished: The rotations that are running, were killed, or could not replace every key.
         migration: The progress of a migration; None if nothing was copied into the database, and
@@ -175,7 +175,7 @@ async def status(
     survey = await db.survey()
     masters = [await _master(db, row, survey.existing_id) for row in survey.master_rows]
     rotations = await unfinished_rotations(db)
-    total = await count_rows(db, *(column.table for column in SEALED), data_keys)
+    total = await count_rows(db, *(sealed.table for sealed in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
     since_of = {run.name: run.since for run in rotations if run.is_authentic is not False}
@@ -266,10 +266,10 @@ def _with_progress(
         new_ids = {
             key.id for key in masters if key.purpose == DATA_MASTER and key.created_at >= run.since
         }
-        replaced = sum(count.keys for count in keys if count.master_id in new_ids)
-        total = sum(count.keys for count in keys)
+        replaced = sum(count.key_count for count in keys if count.master_id in new_ids)
+        total = sum(count.key_count for count in keys)
     else:
-        replaced = sum(count.newest for count in records)
+        replaced = sum(count.under_current for count in records)
         total = sum(count.rows for count in records)
     return run._replace(done=replaced, total=total)
 

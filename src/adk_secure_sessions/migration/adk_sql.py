@@ -163,16 +163,16 @@ class AdkQueries:
         sized_names = column_names & {*adk_rows.JSON_VALUES, "actions"}
         self._size_columns = [_EVENTS.c[name] for name in columns if name in sized_names]
 
-    def _within(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
+    def _where(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._since(selection.since)]
-        return self._of_app(SESSIONS, selection) + since
+        return self._in_app(SESSIONS, selection) + since
 
-    def _of_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
+    def _in_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
         name = selection.app_name
         return [] if name is None else [is_exactly(self.dialect, table.c.app_name, name)]
 
     def count(self, connection: sa.Connection, selection: Selection) -> int:
-        sessions = sa.select(sa.func.count()).select_from(SESSIONS).where(*self._within(selection))
+        sessions = sa.select(sa.func.count()).select_from(SESSIONS).where(*self._where(selection))
         return connection.scalar(sessions) or 0
 
     def session_page(
@@ -187,7 +187,7 @@ class AdkQueries:
         )
         size: Any = sum(sizes, start=sa.literal(0))
         sessions = self._sessions(
-            connection, self._within(selection), after, limit, self._size(SESSIONS.c.state), size
+            connection, self._where(selection), after, limit, self._size(SESSIONS.c.state), size
         )
         return [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
 
@@ -347,7 +347,7 @@ class AdkQueries:
         limit: int,
     ) -> list[tuple[Ids, Any]]:
         """Return the next rows of a table of states; *after* is as for `session_page`."""
-        key, in_app = tuple(table.primary_key), self._of_app(table, selection)
+        key, in_app = tuple(table.primary_key), self._in_app(table, selection)
         query = sa.select(*key, self._json(table.c.state))
         query = query.where(*in_app, *self._after(key, after)).order_by(*key).limit(limit)
         return [(self._text_ids(row[:-1]), row[-1]) for row in connection.execute(query).all()]
@@ -369,7 +369,7 @@ class AdkQueries:
             .where(sa.or_(*(sa.func.hex(column) != sa.func.hex(other) for column, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        rows = connection.execute(query.where(*self._of_app(SESSIONS, selection)))
+        rows = connection.execute(query.where(*self._in_app(SESSIONS, selection)))
         return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
 
     def _require_text_ids(self, connection: sa.Connection) -> None:

@@ -189,7 +189,7 @@ class ComparisonRun:
             return undecryptable_reason(error)
         if copy is None or item.status is ImportStatus.DELETED:
             return ""
-        event_count = item.copied_events if item.status is ImportStatus.CONTINUED else None
+        event_count = item.copied_event_count if item.status is ImportStatus.CONTINUED else None
         different = differences(item.content, copy, event_count=event_count)
         is_outdated = different and item.status is ImportStatus.OUTDATED
         return f"{_REASONS[item.status]}; {different}" if is_outdated else different

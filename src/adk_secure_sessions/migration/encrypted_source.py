@@ -129,7 +129,7 @@ class EncryptedSource(Source):
                         states[ids] = Unreadable(str(error), has_ids=False)
                 yield states
 
-    async def has_others(self) -> bool:
+    async def has_artifacts_or_memory(self) -> bool:
         """Return whether the database has collections (artifacts or memory).
 
         `migrate` does not copy collections, because the contents of artifacts may be in an object

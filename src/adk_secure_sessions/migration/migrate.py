@@ -64,7 +64,8 @@ class Migration(Result):
             the next run copies them.  0 if the run stopped.
         deleted_gone: Whether the sessions in `gone` were or, in a dry run, would be deleted in the
             target.
-        has_others: Whether an encrypted source has artifacts or memory.  They are not copied.
+        has_artifacts_or_memory: Whether an encrypted source has artifacts or memory.  They are not
+            copied.
         stopped: Whether the run stopped at a session or state that could not be read.
         findings: The first 1000 sessions and states that are bad, gone or in conflict.
         seconds: How long the run took.
@@ -80,7 +81,7 @@ class Migration(Result):
     gone: int = counter("session", "copied before, and no longer in the source")
     behind: int = counter("session", "changed in the source during this run")
     deleted_gone: bool = False
-    has_others: bool = False
+    has_artifacts_or_memory: bool = False
     stopped: bool = False
     findings: tuple[Finding, ...] = listing("conflicts", "bad", "gone")
     seconds: float = 0.0
@@ -169,7 +170,7 @@ async def migrate(
     except StopAtBad:
         result.stopped = True
     run.meter.finish()
-    result.has_others = await source.has_others()
+    result.has_artifacts_or_memory = await source.has_artifacts_or_memory()
     return findings.write_to(result)
 
 

@@ -56,7 +56,7 @@ class SourceItem(Generic[C]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionItem(SourceItem[SessionContent]):
     session: SourceSession
-    copied_events: int = 0  # earlier
+    copied_event_count: int = 0  # of the earlier copy
 
 
 StateItem = SourceItem[bytes]
@@ -211,7 +211,7 @@ class SourceScan:
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
-            item = SessionItem(session.ids, tag, status, session=session, copied_events=number)
+            item = SessionItem(session.ids, tag, status, session=session, copied_event_count=number)
             items.append(item)
         return items
 

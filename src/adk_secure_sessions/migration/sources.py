@@ -163,7 +163,7 @@ class Source(ClosedByWith):
         The keys are the app name and the user id; for an app, only its name.
         """
 
-    async def has_others(self) -> bool:
+    async def has_artifacts_or_memory(self) -> bool:
         """Return whether the source has artifacts or memory, which `migrate` does not copy."""
         return False
 
