@@ -20,7 +20,7 @@ from adk_secure_sessions.migration import Selection, compare, migrate
 from adk_secure_sessions.migration.source_scan import SourceScan
 from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import query
+from tests.maintenance.support import query, run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event, event_of_another_adk
 from tests.migration.support import KEY, append, copy, database, delete, numbers, service, stored
 from tests.processes import children
@@ -381,6 +381,17 @@ async def test_dry_run_counts_states_and_conflicts_as_the_run_after_it(
     assert numbers(dry) == numbers(await copy(source, file_url))
     expected = (2, 3) if is_erased else (3, 2)
     assert (dry.states, dry.conflicts) == expected
+
+
+async def test_dry_run_goes_on_after_a_state_that_the_target_cannot_decrypt(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    source.users[APP, "ada"] = source.users[APP, "bob"] = source.apps[APP] = {"a": 1}
+    one = "id = (SELECT min(id) FROM secure_users)"
+    run_sql(file_url, f"UPDATE secure_users SET state = substr(state, 1, 60) WHERE {one}")
+    dry = await copy(source, file_url, dry_run=True)
+    assert (dry.states, dry.bad, len(dry.findings)) == (2, 1, 1)
+    assert "cannot decrypt" in dry.findings[0].reason
 
 
 # --- limits, progress, tampering -----------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
@@ -20,6 +20,7 @@ from adk_secure_sessions.migration.source_scan import (
     SourceItem,
     SourceScan,
     StateItem,
+    undecryptable_reason,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
@@ -270,7 +271,11 @@ class _MigrationRun:
                     item.ids, item.content, replace=not self.source_is_erased
                 )
             elif self.scan.index_master is not None:
-                status = await self._predict_import(item, item.content)
+                try:
+                    status = await self._predict_import(item, item.content)
+                except DecryptionError as error:
+                    self._report_bad(item, undecryptable_reason(error))
+                    return
             self._report_if_conflict(item, status)
             self.result.states += status.is_due
 
