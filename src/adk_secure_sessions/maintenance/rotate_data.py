@@ -342,11 +342,14 @@ class DataRotationRun(RotationRun):
             try:
                 if wanted_key is None or parse_header_or_none(record.stored) != wanted_key:
                     context = table.context(record.ids, record.row)
-                    plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
+                    try:
+                        plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
+                    except UnknownKeyError:  # another service may have created the key since
+                        later_keys = await self._db.runner.load_data_keys(owner_tag)
+                        plaintext = _decrypt(later_keys, owner_tag, context, table, record.stored)
                     outdated.append((record, context, plaintext))
             except DecryptionError as error:
-                if not await self._has_newer_key(error, owner_tag, record):
-                    self._problems.add_error(error, table.name, record.name)
+                self._problems.add_error(error, table.name, record.name)
         if self._dry_run or not outdated:
             self.result.reencrypted += len(outdated)
             return
@@ -361,24 +364,6 @@ class DataRotationRun(RotationRun):
             new_records = {record.key: sealed for record, sealed in replaced}
             for row in await _read_by_keys(self._db, table, new_records):
                 self.result.reencrypted += row[-1] == new_records[table.key_of(row)]
-
-    async def _has_newer_key(
-        self, error: DecryptionError, owner_tag: bytes, record: _EncryptedRecord
-    ) -> bool:
-        """Return whether the key of *record* was created after the owner's keys were read.
-
-        A service with another backend may create such a key.  The next pass re-encrypts the record.
-        Return False if the key cannot be unwrapped: an attacker may have inserted its row.
-        """
-        # If the error names a row, this row of `secure_data_keys` was read, and rejected.
-        if not isinstance(error, UnknownKeyError) or error.table is not None:
-            return False
-        keys = await self._db.runner.load_data_keys(owner_tag)
-        try:
-            keys.key_of(owner_tag, record.stored)
-        except DecryptionError:
-            return False
-        return True
 
     async def _count_left(self) -> int:
         if self._dry_run:
