@@ -7,7 +7,8 @@ row needs, and `purge blobs`, which deletes contents that no row names, first re
 """
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -97,6 +98,14 @@ class Problems(CappedList[Problem]):
 
     def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
         self.add_error(TamperedError(detail, reason), table, row)
+
+    @contextmanager
+    def listing(self, table: str, row: object) -> Iterator[None]:
+        """If the block raises DecryptionError, count and record that row; see `add_error`."""
+        try:
+            yield
+        except DecryptionError as error:
+            self.add_error(error, table, row)
 
     def add_error(self, error: DecryptionError, table: str, row: object) -> bool:
         """Count and record the row that *error* names or, if *error* names none, *row*.

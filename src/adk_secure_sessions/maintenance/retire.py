@@ -341,23 +341,20 @@ def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:
 def _count_headers(
     owner_tag: bytes, user: int | None, connection: sa.Connection
 ) -> key_operations.HeaderCounts:
-    """Count the records of an owner by table and header; *user* is the row id of a user."""
+    """Count the records of an owner by table and header; *user* is the row id, None of an app."""
     c = sessions.c
     is_of_user = c.user_row == user
     ids, tags = sa.select(c.id).where(is_of_user), sa.select(c.tag).where(is_of_user)
     columns: list[tuple[sa.Column[Any], sa.ColumnElement[bool]]]
     columns = [
         (apps.c.state, apps.c.tag == owner_tag),
+        (users.c.state, users.c.tag == owner_tag),
         (witnesses.c.seal, witnesses.c.tag == owner_tag),
+        (c.state, is_of_user),
+        (witnesses.c.seal, witnesses.c.tag.in_(tags)),
+        (snapshots.c.state, snapshots.c.session_row.in_(ids)),
+        (events.c.event, events.c.session_row.in_(ids)),
     ]
-    if user is not None:
-        columns += [
-            (users.c.state, users.c.tag == owner_tag),
-            (c.state, is_of_user),
-            (witnesses.c.seal, witnesses.c.tag.in_(tags)),
-            (snapshots.c.state, snapshots.c.session_row.in_(ids)),
-            (events.c.event, events.c.session_row.in_(ids)),
-        ]
     counts: key_operations.HeaderCounts = Counter()
     for column, where in columns:
         header = header_column(column)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError, UnknownKeyError
+from adk_secure_sessions.errors import ConfigurationError, UnknownKeyError
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     build_header,
@@ -189,11 +189,9 @@ async def _records_of_sessions(
         ids_of: dict[int, Sequence[str]] = {}
         records: list[_EncryptedRecord] = []
         for session in page:
-            try:
+            with problems.listing(sessions.name, session.id):
                 ids_of[session.id] = session.require_ids()
                 records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
-            except DecryptionError as error:
-                problems.add_error(error, sessions.name, session.id)
         tags = [record.row.tag for record in records]
         yield records + await _witness_records(db, (app_name,), tags)
         if not records:
@@ -260,10 +258,8 @@ class DataRotationRun(RotationRun):
         for table in (_APPS, _USERS):
             async for page in scan_owners(self._db, table.table):
                 for row in page:
-                    try:
+                    with self._problems.listing(table.name, row.id):
                         await self._rotate_owner(table, row)
-                    except DecryptionError as error:
-                        self._problems.add_error(error, table.name, row.id)
                 await self._reject_other_rotation()
         return self.result.reencrypted > before
 
@@ -339,7 +335,7 @@ class DataRotationRun(RotationRun):
         outdated: list[tuple[_EncryptedRecord, bytes, bytes]] = []
         for record in records:
             table = record.table
-            try:
+            with self._problems.listing(table.name, record.name):
                 if wanted_key is None or parse_header_or_none(record.stored) != wanted_key:
                     context = table.context(record.ids, record.row)
                     try:
@@ -348,8 +344,6 @@ class DataRotationRun(RotationRun):
                         later_keys = await self._db.runner.load_data_keys(owner_tag)
                         plaintext = _decrypt(later_keys, owner_tag, context, table, record.stored)
                     outdated.append((record, context, plaintext))
-            except DecryptionError as error:
-                self._problems.add_error(error, table.name, record.name)
         if self._dry_run or not outdated:
             self.result.reencrypted += len(outdated)
             return

@@ -6,7 +6,7 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command, record_new_key
-from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
+from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.keys.data_keys import (
     WRAP_BACKEND_ID,
@@ -169,10 +169,8 @@ class _MasterRotationRun(RotationRun):
         """Wrap the data keys with the new data master; count those that are stored."""
         keys: dict[DataKeyRow, bytes] = {}
         for row in rows:
-            try:
+            with self._problems.listing(data_keys.name, row.id):
                 keys[row] = unwrap_data_key(row, keyring)
-            except DecryptionError as error:
-                self._problems.add_error(error, data_keys.name, row.id)
         if self._dry_run or not keys:
             self.result.rotated += len(keys)
             return

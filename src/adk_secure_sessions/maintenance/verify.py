@@ -231,16 +231,14 @@ class _Verifier:
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self._needed_features.add(FeatureName.MIGRATION)
-                try:
+                with self.problems.listing(migrated.name, row.tag):
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
-                        raise TamperedError(
+                        detail = (
                             f"the row that was imported has version {version} instead of "
-                            f"{row.number} or a later one: an older row was replayed",
-                            Reason.MISMATCH,
-                        ).located(migrated.name, row.tag.hex())
-                except DecryptionError as error:
-                    self.problems.add_error(error, migrated.name, row.tag)
+                            f"{row.number} or a later one: an older row was replayed"
+                        )
+                        self.problems.add(migrated.name, row.tag.hex(), Reason.MISMATCH, detail)
             await self._meter.advance(len(rows))
         try:
             await self._db.imports.migration_mark()
@@ -321,10 +319,8 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         if bad:  # or `rotate master` has wrapped them with a new data master meanwhile
             keyring = await db.reread_keyring()
         for row in bad:
-            try:
+            with problems.listing(data_keys.name, row.id):
                 unwrap_data_key(row, keyring)
-            except DecryptionError as error:
-                problems.add_error(error, data_keys.name, row.id)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         stored_tags = {
             tag
