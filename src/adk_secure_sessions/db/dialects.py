@@ -78,8 +78,6 @@ class Dialect:
     is_server: bool = True
     commits_each_table: bool = False  # whether each CREATE TABLE is committed
     has_one_file: bool = False  # whether all tables are in one file, which is rewritten as a whole
-    # Whether a deadlock is detected at once.  PostgreSQL takes a second.
-    detects_deadlocks_at_once: bool = True
     current_database: str = "current_database()"  # SQL for the database's name; SQLite: its path
 
     # --- transactions and locks ---
@@ -219,8 +217,6 @@ def _begin(connection: sa.Connection, statement: str) -> None:
 
 
 class _PostgreSql(Dialect):
-    detects_deadlocks_at_once = False
-
     @contextmanager
     def exclusively(self, connection: sa.Connection) -> Iterator[None]:
         # The lock lasts until the caller commits.  At a higher isolation level, the transaction

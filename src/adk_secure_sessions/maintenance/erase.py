@@ -202,7 +202,6 @@ class _Deletion:
         self._has_index = has_table(self._connection, state_index)
         self._user_row_ids: set[int] = set()  # of deleted rows too
         self._session_ids_and_tags: set[tuple[int, bytes]] = set()  # of deleted rows too
-        self._has_deleted_user = False
 
     def run(self, *, dry_run: bool) -> Counter[str]:
         """Delete rows in passes until no rows are left, and count them by table.
@@ -269,7 +268,6 @@ class _Deletion:
         if self._dry_run:
             locked = list(self._session_ids_and_tags)  # also count rows of deleted sessions
         self._delete(users, users.c.id.in_(self._user_row_ids))
-        self._has_deleted_user |= not self._dry_run and self._counts[users.name] > 0
         self._delete(witnesses, witnesses.c.tag == self._tag)
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
@@ -315,14 +313,7 @@ class _Deletion:
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(is_of_user)
-        if not self._dry_run:
-            # From the second pass on, this transaction holds the lock on the user's row.
-            # A service may have locked a session, and now wait for the user's row.  To wait for
-            # this session would be a deadlock.  NOWAIT fails at once, while PostgreSQL takes a
-            # second to detect the deadlock.
-            nowait = self._has_deleted_user and not self._dialect.detects_deadlocks_at_once
-            query = query.with_for_update(nowait=nowait)
-        rows = self._connection.execute(query).all()
+        rows = self._connection.execute(query if self._dry_run else query.with_for_update()).all()
         self._counts[_COLLECTIONS] += sum(bool(is_collection) for *_, is_collection in rows)
         return [(row_id, tag) for row_id, tag, _ in rows]
 
