@@ -41,7 +41,7 @@ def survey(
     used: bool = False,
     keyring: list[MasterKeyRow] | None = None,
 ) -> Survey:
-    return Survey(missing, conflicting, False, used, meta or {}, keyring or [])
+    return Survey(ALL - missing, conflicting, False, used, meta or {}, keyring or [])
 
 
 NEW = survey(missing=ALL)
@@ -262,7 +262,7 @@ def test_survey_made_while_another_process_makes_tables_is_repeated(
             schema.metadata.create_all(another)
 
     with engine.connect() as connection:
-        assert take_survey(connection).missing_tables == frozenset()
+        assert take_survey(connection).tables == ALL
 
 
 def test_survey_made_while_another_process_creates_the_database_is_repeated(
@@ -291,7 +291,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
 
 async def test_database_that_never_stops_changing_is_given_up(database: InMemory) -> None:
     async def toggle() -> None:
-        if database.survey().missing_tables == ALL:
+        if not database.survey().tables:
             schema.metadata.create_all(database.engine, tables=[schema.meta_table])
         else:
             database.run_sql("DROP TABLE secure_meta")

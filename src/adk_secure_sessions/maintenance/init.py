@@ -38,9 +38,9 @@ async def init(db: Database) -> Initialization:
     data_before, before = await db.survey_each()
     await retried(opening)
     data_after, after = await db.survey_each()
-    created = [before.missing_tables - after.missing_tables]
+    created = [after.tables - before.tables]
     if db.runner.executors.has_key_database:
-        created.append(data_before.missing_tables - data_after.missing_tables)
+        created.append(data_after.tables - data_before.tables)
     names = [
         table.name for tables in created for table in metadata.sorted_tables if table.name in tables
     ]

@@ -120,7 +120,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     moved = await _Move(db, to, progress).transfer()
     await db.close()  # the next call opens the database with its keys in the new place
     db.use_keys(in_key_database=to == "key-db")
-    if audit_records.name in (await db.survey()).feature_tables:
+    if audit_records.name in (await db.survey()).tables:
         await db.keyring()  # store in the audit trail that this command has run
     return moved
 
@@ -174,9 +174,7 @@ class _Move:
         target_keys = await _fingerprint(self._target)
         if source.master_rows and await _fingerprint(self._source) != target_keys:
             raise ConfigurationError(_IN_USE)
-        tables = [
-            table for table in (keyring, data_keys) if table.name not in source.missing_tables
-        ]
+        tables = [table for table in (keyring, data_keys) if table.name in source.tables]
         if source.format_version is not None:
             await self._source.run_sync(partial(self._delete_source_keys, tables, target_keys))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
@@ -242,7 +240,7 @@ class _Move:
                 raise ConfigurationError(_IN_USE)
             if _is_parked(target):
                 raise _unfinished_opposite("db")
-        if target.missing_tables & {keyring.name, data_keys.name}:
+        if not target.tables >= {keyring.name, data_keys.name}:
             return
         is_newer = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
         async for key_range in key_ranges(self._target.read, data_keys.c.id, _BATCH):

@@ -138,7 +138,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     _require_keys(keys)
     add_facts(app=app_name)
     index_master = (await db.keyring()).index_master
-    if state_index.name not in (await db.survey()).feature_tables:
+    if state_index.name not in (await db.survey()).tables:
         return IndexChange()
     tags = {index_master.state_key_tag(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.

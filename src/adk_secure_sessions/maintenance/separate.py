@@ -202,11 +202,11 @@ async def _drop_rows_of_original(db: Database) -> None:
     The copy starts without a history of imports, and with an empty audit trail: the original has
     the trail of what happened before.  `_end_separation` removes the feature `migration`.
     """
-    feature_tables = (await db.survey()).feature_tables
+    tables = (await db.survey()).tables
 
     def empty(connection: sa.Connection) -> None:
         for table in (migrated, audit_records):
-            if table.name in feature_tables:
+            if table.name in tables:
                 connection.execute(sa.delete(table)).close()
 
     await db.runner.run_on_data(empty)

@@ -225,7 +225,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
 
 
 async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
-    if state_index.name not in survey.feature_tables:
+    if state_index.name not in survey.tables:
         return None
     ((rows,),) = await db.runner.read(_INDEXED, {})
     index_master = await _index_master(db)
@@ -238,7 +238,7 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
 
 
 async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
-    if audit_records.name not in survey.feature_tables:
+    if audit_records.name not in survey.tables:
         return None
     ((records, chains, since),) = await db.runner.read(_TRAIL, {})
     # SQLite stores any type in any column, so a time that was tampered with may be no integer.

@@ -47,7 +47,7 @@ async def vacuum(db: Database) -> Vacuum:
     database is rewritten after the data database.  Services wait while a table is rewritten.  Logs,
     replicas and backups are not cleared.
     """
-    names = (await db.survey()).feature_tables
+    names = (await db.survey()).tables
     feature_tables = tuple(table for table in FEATURE_TABLES if table.name in names)
     data, keys = db.runner.executors
     by_executor = {data: TableSet.DATA.tables + feature_tables}

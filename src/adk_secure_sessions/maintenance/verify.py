@@ -114,7 +114,7 @@ async def verify(
     installed google-adk can read the events.
     """
     index_master = (await db.keyring()).index_master
-    feature_tables = (await db.survey()).feature_tables
+    feature_tables = (await db.survey()).tables
     imports = [migrated] if migrated.name in feature_tables else []
     total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
     meter = Meter(progress, total, rows_per_second)

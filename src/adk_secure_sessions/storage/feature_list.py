@@ -50,7 +50,7 @@ def load_features(survey: Survey, keyring: Keyring) -> None:
     _check_list(survey, keyring)
     keyring.separation = None
     keyring.features = survey.features
-    keyring.has_audit_table = audit_records.name in survey.feature_tables
+    keyring.has_audit_table = audit_records.name in survey.tables
     if FeatureName.SEPARATING not in survey.features:
         return
     match = SEPARATION_FORM.fullmatch(str(survey.meta_rows.get(meta.SEPARATION)))

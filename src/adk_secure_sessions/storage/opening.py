@@ -159,7 +159,7 @@ async def _open(
         keyring.indexed_key_tags = known.indexed_key_tags
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
-    if state_index.name in survey.feature_tables:
+    if state_index.name in survey.tables:
         marks = await read_marks(executors.data.read, keyring.index_master)
         if len(marks) > MAX_MARKS:
             logger.error(

@@ -91,13 +91,13 @@ class TableSet(Enum):
         return {TableSet.ALL: TABLES, TableSet.DATA: DATA_TABLES, TableSet.KEYS: KEY_TABLES}[self]
 
     def missing(self, survey: "Survey") -> frozenset[str]:
-        return survey.missing_tables & {table.name for table in self.tables}
+        return frozenset(table.name for table in self.tables) - survey.tables
 
 
 class Survey(NamedTuple):
     """The tables and the metadata that a database contains.  Nothing in it is authenticated.
 
-    *missing_tables* are names of our tables that do not exist, without those of features.
+    *tables* are the names of our tables that exist.
     *conflicting_tables* have the name of one of our tables, but lack one of its columns.
     *has_adk_tables* is whether tables of ADK exist, or those of adk-secure-sessions 1.x, which have
     the same names.
@@ -105,14 +105,13 @@ class Survey(NamedTuple):
     *master_rows* has at most `MAX_MASTERS` + 1 of the *master_row_count* rows of `secure_keyring`.
     """
 
-    missing_tables: frozenset[str]
+    tables: frozenset[str]
     conflicting_tables: tuple[str, ...]
     has_adk_tables: bool
     is_used: bool
     meta_rows: dict[str, str]
     master_rows: list[MasterKeyRow]
     master_row_count: int = 0
-    feature_tables: frozenset[str] = frozenset()
 
     @property
     def table_set(self) -> TableSet | None:
@@ -230,14 +229,13 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
         any_row = (sa.select(table).exists() for table in others)
         used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
     return Survey(
-        frozenset(metadata.tables) - present,
+        frozenset(table.name for table in tables),
         tuple(conflicting),
         {"sessions", "events"} <= present,
         used,
         values,
         masters,
         number,
-        frozenset(table.name for table in FEATURE_TABLES if table in tables),
     )
 
 
@@ -331,7 +329,7 @@ def _missing_feature_tables(data: Survey, key_survey: Survey) -> list[str]:
     listed = key_survey.features if is_checked else frozenset()
     tables = (KNOWN_FEATURES.get(name) for name in listed)
     names = (table.name for table in tables if table is not None)
-    return [name for name in names if name not in data.feature_tables]
+    return [name for name in names if name not in data.tables]
 
 
 # --- checking ------------------------------------------------------------------------------------
