@@ -206,12 +206,11 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             while not _is_open(pooled := await greenlet_spawn(self._checkout)):
                 pooled.invalidate()
             return pooled
-        except Exception as error:
+        except BaseException as error:
             self._slots.release()
+            if not isinstance(error, Exception):
+                raise
             raise rejected_option(_translated_asyncpg(error, connection_lost=False)) from None
-        except BaseException:
-            self._slots.release()
-            raise
 
     def _checkout(self) -> PoolProxiedConnection:
         disposals = self._disposals  # may increase while SQLAlchemy opens a connection

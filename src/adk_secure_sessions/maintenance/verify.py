@@ -114,12 +114,12 @@ async def verify(
     installed google-adk can read the events.
     """
     index_master = (await db.keyring()).index_master
-    feature_tables = (await db.survey()).tables
-    imports = [migrated] if migrated.name in feature_tables else []
+    tables = (await db.survey()).tables
+    imports = [migrated] if migrated.name in tables else []
     total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
     meter = Meter(progress, total, rows_per_second)
     run = _Verifier(db, index_master, meter)
-    if state_index.name in feature_tables:
+    if state_index.name in tables:
         await run.check_marks()
     await run.check_owners()
     async for page in scan_sessions(db):
@@ -128,9 +128,7 @@ async def verify(
     if imports:
         await run.check_imports()
     await run.report_unlisted_features()
-    await _find_orphans(
-        db, run.problems, *([state_index] if state_index.name in feature_tables else [])
-    )
+    await _find_orphans(db, run.problems, *([state_index] if state_index.name in tables else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.problems.write_to(run.result)

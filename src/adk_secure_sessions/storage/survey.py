@@ -206,13 +206,13 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
     conflicting = _conflicting(tables, connection) if tables else []
+    readable = [] if conflicting else tables
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
     number = 0
-    used = False
     if schema.meta_table in tables and schema.meta_table.name not in conflicting:
         values = meta.read_all(connection)
-    if not conflicting and keyring in tables:
+    if keyring in readable:
         # Read at most one row more than `check_row_count` accepts: an attacker may have inserted
         # any number of rows.
         query = MASTER_KEYS.order_by(keyring.c.created_at, keyring.c.id).limit(MAX_MASTERS + 1)
@@ -223,11 +223,9 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
             if known_ids:
                 rows = connection.execute(query.where(keyring.c.id.in_(list(known_ids))))
                 masters = [MasterKeyRow(*row) for row in rows]
-    if not conflicting and (
-        others := [table for table in tables if table not in (schema.meta_table, keyring)]
-    ):
-        any_row = (sa.select(table).exists() for table in others)
-        used = bool(connection.scalar(sa.select(sa.or_(*any_row))))
+    others = [table for table in readable if table not in (schema.meta_table, keyring)]
+    any_row = sa.or_(sa.false(), *(sa.select(table).exists() for table in others))
+    used = bool(others and connection.scalar(sa.select(any_row)))
     return Survey(
         frozenset(table.name for table in tables),
         tuple(conflicting),
