@@ -271,7 +271,7 @@ ReadIds = Callable[[str, str, str], dict[str, object]]
 
 # The inner service whose calls are not recorded now, because the outer method that calls it writes
 # the record (the argument `covers` of `audited_access`).
-_covered: ContextVar[object] = ContextVar("audit_covered", default=None)
+_covered_service: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
 class Recording(NamedTuple):
@@ -319,14 +319,14 @@ def audited_access(
             return await access.run(partial(function, *args, **kwargs))
 
         async def run_covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
-            with context_value(_covered, inner):
+            with context_value(_covered_service, inner):
                 return await call()
 
         def start(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             service = args[0]
             if covers is not None:  # this is the outer call
                 return run_covering(covers(service), partial(call_audited, args, kwargs))
-            if _covered.get() is service:  # this is the inner call; it covers no call that it makes
+            if _covered_service.get() is service:  # the inner call, which covers no call of its own
                 call = partial(method, *args, **kwargs)
                 return call_measured(method, run_covering, None, call)
             return call_measured(method, call_audited, args, kwargs)
@@ -399,15 +399,15 @@ class AuditedCall:
     def __post_init__(self) -> None:
         self._has_own_records = self._trail is not None
         self.trails: list[Trail] = []  # those that could be opened, and store the records
-        self._kept: list[AuditEntry] = []
+        self._kept_entries: list[AuditEntry] = []
         self._omitted = 0
         # The record of this call that its last transaction has stored; None if it stored none.
         self._stored_entry: AuditEntry | None = None
 
     def keep(self, entry: AuditEntry) -> None:
         """Keep *entry*, a security event, unless `_MAX_KEPT` records are kept already."""
-        if len(self._kept) < _MAX_KEPT:
-            self._kept.append(entry)
+        if len(self._kept_entries) < _MAX_KEPT:
+            self._kept_entries.append(entry)
         else:
             self._omitted += 1
 
@@ -459,7 +459,7 @@ class AuditedCall:
 
         After a failure, only log that they could not be stored: the caller gets the first error.
         """
-        entries = list(self._kept)
+        entries = list(self._kept_entries)
         if self._omitted:
             entries.append(new_entry("records.omitted", omitted=self._omitted))
         if entry is not None and entry is not self._stored_entry:
@@ -535,7 +535,7 @@ class CommandCall(AuditedCall):
         super().__init__(None)
         self._has_own_records = is_stored
         self._facts = facts
-        self._began = new_entry("command", **facts, outcome="started")
+        self._start_entry = new_entry("command", **facts, outcome="started")
 
     async def record_start(self, trail: Trail, *, is_prepared: bool) -> None:
         """Store the record that the command has started in *trail*; first prepare the trail."""
@@ -544,7 +544,7 @@ class CommandCall(AuditedCall):
         try:
             if not is_prepared:
                 await trail.prepare()
-            await trail.store([self._began])
+            await trail.store([self._start_entry])
         except BaseException:
             self.trails.remove(trail)
             raise

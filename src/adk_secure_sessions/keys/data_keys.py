@@ -281,8 +281,8 @@ class TransactionKeys:
         row = DataKeyRow(new_key_id(), owner_tag, generation, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
-        made = DataKey(*row[:-1], master_id, writer.cipher(key))
-        self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, made.id: made}, made, generation)
+        new = DataKey(*row[:-1], master_id, writer.cipher(key))
+        self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, new.id: new}, new, generation)
         self._fresh_owners.add(owner_tag)
         self.new_rows.append(row)
         return row
@@ -327,8 +327,8 @@ class TransactionKeys:
         if keys is None or keys.current is None:
             return False
         newest = keys.current.generation
-        for one in stored:
-            key = keys.by_id.get(records.parse_header(one)[1])
+        for record in stored:
+            key = keys.by_id.get(records.parse_header(record)[1])
             if key is None or key.generation > newest:
                 return False
         return True

@@ -68,21 +68,21 @@ async def open_database(
         data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
         database_id = key_survey.database_id or secrets.token_bytes(16)
         now = time_now()
-        missing = [INDEX_MASTER, DATA_MASTER]
+        purposes = [INDEX_MASTER, DATA_MASTER]
         if keyring is not None:
-            missing = [DATA_MASTER] if keyring.wrapping_master_id is None else []
+            purposes = [DATA_MASTER] if keyring.wrapping_master_id is None else []
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
-        if keyring is None or missing or not meta_rows.keys() <= key_survey.meta_rows.keys():
-            fresh = await at_once(*(new_master(which, root, database_id, now) for which in missing))
-            created = meta_rows
+        if keyring is None or purposes or not meta_rows.keys() <= key_survey.meta_rows.keys():
+            masters = await at_once(*(new_master(one, root, database_id, now) for one in purposes))
+            new_meta = meta_rows
             if keyring is None:
-                (_, index_master), _ = fresh
+                (_, index_master), _ = masters
                 features = features_with_mac(index_master.index_master(), database_id)
-                created = {**meta_rows, meta.FEATURES: features}
-            new = [row for row, _ in fresh]
-            if await _create_missing(executors.keys, table_set, key_survey, created, new):
-                for row in new:
+                new_meta = {**meta_rows, meta.FEATURES: features}
+            new_rows = [row for row, _ in masters]
+            if await _create_missing(executors.keys, table_set, key_survey, new_meta, new_rows):
+                for row in new_rows:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not meta_rows.keys() <= data.meta_rows.keys():
@@ -178,7 +178,7 @@ async def _create_missing(
     table_set: TableSet,
     expected: Survey,
     meta_rows: dict[str, str],
-    fresh: list[MasterKeyRow],
+    masters: list[MasterKeyRow],
 ) -> bool:
     """Create missing tables and rows; return False if the database has changed from *expected*."""
     if table_set.value is not None:
@@ -202,8 +202,8 @@ async def _create_missing(
             if new := meta_rows.keys() - expected.meta_rows.keys():
                 rows = [{"name": name, "value": meta_rows[name]} for name in new]
                 connection.execute(sa.insert(schema.meta_table), rows)
-            if fresh:
-                connection.execute(sa.insert(keyring_table), [row._asdict() for row in fresh])
+            if masters:
+                connection.execute(sa.insert(keyring_table), [row._asdict() for row in masters])
         return True
 
     is_keys = table_set is TableSet.KEYS

@@ -117,9 +117,9 @@ class RowKind:
         positions = []
         for column in columns:
             is_integer = isinstance(column.type, sa.Integer)
-            same, before = (self._integers, 0) if is_integer else (self._blobs, _INTEGERS)
-            same.append(column)
-            positions.append(before + len(same))
+            values, offset = (self._integers, 0) if is_integer else (self._blobs, _INTEGERS)
+            values.append(column)
+            positions.append(offset + len(values))
         self.number: int = len(_ROW_MAKERS)
         _ROW_MAKERS.append((row_type, itemgetter(*positions)))
 
@@ -305,14 +305,14 @@ def page_of_sessions(
     sessions of users, that `secure_state_index` lists with `value_tag`, and the mark of `key_tag`.
     With `expiry`, it contains those that have expired at the time `now`, the earliest first.
     """
-    user, own = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
-    rows = sa.select(own, sessions.c.user_row)
+    user, session = (users.c.id if of_app else sessions.c.user_row), sessions.c.id
+    rows = sa.select(session, sessions.c.user_row)
     if newest:
-        rows = rows.where(user <= _after_user, sa.or_(user < _after_user, own < _after_row))
-        rows = rows.order_by(user.desc(), own.desc())
+        rows = rows.where(user <= _after_user, sa.or_(user < _after_user, session < _after_row))
+        rows = rows.order_by(user.desc(), session.desc())
     else:
-        rows = rows.where(user >= _after_user, sa.or_(user > _after_user, own > _after_row))
-        rows = rows.order_by(user, own)
+        rows = rows.where(user >= _after_user, sa.or_(user > _after_user, session > _after_row))
+        rows = rows.order_by(user, session)
     if by_time:
         updated = sessions.c.updated_at
         rows = rows.where(updated >= _updated_from, updated < _updated_until)
@@ -324,7 +324,7 @@ def page_of_sessions(
             if found_by == "expiry":
                 rows = rows.where(HAS_EXPIRED).order_by(None).order_by(sessions.c.expires_at)
             elif found_by == "session":
-                rows = rows.where(own.in_(sa.select(state_index.c.row_id).where(has_value)))
+                rows = rows.where(session.in_(sa.select(state_index.c.row_id).where(has_value)))
             else:
                 row = index_row_id_sql(state_index.c.row_id)  # its own inverse
                 rows = rows.where(user.in_(sa.select(row).where(has_value)))

@@ -334,18 +334,18 @@ class CreateSession(Write[SessionView]):
             return SessionView(sent, user.user_id, app.state, user.state)
         app = owner_changes.ensure_app(app, self.app_delta)
         changed = owner_changes.ensure_user(user, app.row.id, self.user_delta)
-        session, rest = self._new_session(attempt, changed.row.id)
+        session, other_inserts = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, as_parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
             row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
-        yield from apply_changes([*owner_changes.changes, row, *rest])
+        yield from apply_changes([*owner_changes.changes, row, *other_inserts])
         return SessionView(session, changed.user_id, app.state, changed.state)
 
     def _create_from_cache(self, attempt: Attempt, cached: "CachedOwners") -> Steps[SessionView]:
         """Create the session without a read, from the cached rows of its app and its user."""
-        session, rest = self._new_session(attempt, cached.user.row.id)
+        session, other_inserts = self._new_session(attempt, cached.user.row.id)
         columns = as_parameters(session.row) | cached.columns
-        if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *rest])):
+        if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *other_inserts])):
             raise CacheMiss
         return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
 
@@ -375,7 +375,7 @@ class NewSession(NamedTuple):
     @classmethod
     def build(cls, attempt: Attempt, session: StoredSession) -> "NewSession":
         """Encrypt *session*, whose state is its overlay; a large state becomes a snapshot."""
-        state, rest = session.overlay, []
+        state, other_inserts = session.overlay, []
         if len(state) > OVERLAY_LIMIT:
             session = session._replace(
                 row=session.row._replace(base_revision=0),
@@ -383,16 +383,16 @@ class NewSession(NamedTuple):
                 overlay=b"{}",
                 snapshot_link=new_link(),
             )
-            rest.append(snapshot_change(attempt, session, NO_SNAPSHOT))
+            other_inserts.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_key_tags:
             entries = index_rows.entries(attempt, "", load_state(state))
-            rest += index_rows.new_row_changes(session.row.id, entries)
+            other_inserts += index_rows.new_row_changes(session.row.id, entries)
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
         session = sealed_rows.seal_session(attempt, session)
         attempt.cache_session(session, witness)
-        return cls(session, witness, rest)
+        return cls(session, witness, other_inserts)
 
     def inserts(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""

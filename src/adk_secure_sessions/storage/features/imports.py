@@ -270,11 +270,11 @@ class ImportSession(_Import[ImportStatus]):
         app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
-        of_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
+        user_row = self.macs.checked_with_tag(rows, self.identity.user_tag)
         if row and row.row_id in self._unconfirmed:
             result: ImportStatus = self._unconfirmed[row.row_id]
             return result
-        if of_user and of_user.is_tombstone:
+        if user_row and user_row.is_tombstone:
             return ImportStatus.DELETED
         if row:
             copy = CheckedMigratedRow(row, session and session.id_and_revision, self.macs)
@@ -549,16 +549,16 @@ class Imports:
         if not await self.feature.is_added():
             return {}
         macs, wanted = await self._macs(), list(ids)
-        index, found = macs.keyring.index_master, dict[K, CheckedMigratedRow]()
+        index, rows = macs.keyring.index_master, dict[K, CheckedMigratedRow]()
         for number, table in enumerate((apps, users, sessions), 1):
-            tags = {one: index.tag_of(*one) for one in wanted if len(one) == number}
-            found |= await self._rows_for_tags(table, macs, tags)
-        of_users = {one: index.tag_of(*one[:2]) for one in wanted if len(one) == 3}
-        for one, of_user in (await self._rows_for_tags(users, macs, of_users)).items():
-            if of_user.row.is_tombstone:
-                version = found[one].current_version if one in found else None
-                found[one] = of_user._replace(current_version=version)
-        return found
+            tags = {key: index.tag_of(*key) for key in wanted if len(key) == number}
+            rows |= await self._rows_for_tags(table, macs, tags)
+        user_tags = {key: index.tag_of(*key[:2]) for key in wanted if len(key) == 3}
+        for key, user_row in (await self._rows_for_tags(users, macs, user_tags)).items():
+            if user_row.row.is_tombstone:
+                version = rows[key].current_version if key in rows else None
+                rows[key] = user_row._replace(current_version=version)
+        return rows
 
     async def add_tombstone(
         self, app_name: str, user_id: str, session_id: str | None = None
@@ -583,7 +583,7 @@ class Imports:
         SOURCE_ERASED is never replaced here: return False.  Otherwise a later run could delete the
         only copies.
         """
-        end = MigrationMark.SOURCE_ERASED if source_is_erased else MigrationMark.COMPLETE
+        mark = MigrationMark.SOURCE_ERASED if source_is_erased else MigrationMark.COMPLETE
         await self.feature.ensure()
         keyring = await self._runner.keyring()
 
@@ -591,7 +591,7 @@ class Imports:
             stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
             if stored == MigrationMark.SOURCE_ERASED.mark(keyring):
                 return False
-            meta.put(connection, meta.MIGRATION_MARK, end.mark(keyring))
+            meta.put(connection, meta.MIGRATION_MARK, mark.mark(keyring))
             return True
 
         return await self._runner.run_on_keys(store)
@@ -616,9 +616,9 @@ class Imports:
         value = await self._runner.run_on_keys(read, commit=False)
         if value is None:
             return None
-        for end in MigrationMark:
-            if hmac.compare_digest(str(value).encode(), end.mark(keyring).encode()):
-                return end
+        for mark in MigrationMark:
+            if hmac.compare_digest(str(value).encode(), mark.mark(keyring).encode()):
+                return mark
         raise WrongKeyError(
             f"the row `{meta.MIGRATION_MARK}` of secure_meta was tampered with: delete the row and "
             "run `migrate compare` again"

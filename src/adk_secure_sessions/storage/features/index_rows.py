@@ -6,7 +6,7 @@ is a row that says that a key is indexed, and whether each session has its row: 
 """
 
 import hmac
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -210,19 +210,19 @@ class Differences(NamedTuple):
     """The differences between the stored rows of a session or user and its state."""
 
     missing: Entries
-    wrong: Entries  # with the right values
+    wrong: Entries  # with the expected values
     surplus: tuple[bytes, ...]  # the tags of the keys that the state does not contain
 
     @classmethod
     def between(
-        cls, stored: Iterable[StateIndexRow], right: Mapping[bytes, bytes], keys: frozenset[bytes]
+        cls, stored: Iterable[StateIndexRow], expected: Entries, keys: frozenset[bytes]
     ) -> "Differences":
-        """Compare the *stored* rows with the *right* entries, for the keys with the tags *keys*."""
-        there = {row.key_tag: row.value_tag for row in stored if row.key_tag in keys}
+        """Compare the *stored* rows with the *expected* entries of keys, whose tags are *keys*."""
+        stored_tags = {row.key_tag: row.value_tag for row in stored if row.key_tag in keys}
         return cls(
-            {tag: value for tag, value in right.items() if tag not in there},
-            {tag: value for tag, value in right.items() if there.get(tag, value) != value},
-            tuple(tag for tag in there if tag not in right),
+            {tag: value for tag, value in expected.items() if tag not in stored_tags},
+            {tag: value for tag, value in expected.items() if stored_tags.get(tag, value) != value},
+            tuple(tag for tag in stored_tags if tag not in expected),
         )
 
     @property

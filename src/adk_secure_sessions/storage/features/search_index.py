@@ -231,11 +231,11 @@ def _differences(
         if user is None:
             return None
         row_id = index_rows.index_row_id(user.row.id)
-        right = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), keys)
+        expected = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), keys)
     else:
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
         row_id = session.row.id
-        right = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
-    return row_id, Differences.between(rows.index_rows, right, frozenset(keys))
+        expected = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
+    return row_id, Differences.between(rows.index_rows, expected, frozenset(keys))
