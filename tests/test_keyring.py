@@ -338,7 +338,7 @@ def test_cancelled_call_of_a_provider_shows_no_frame_of_the_provider() -> None:
     with pytest.raises(asyncio.CancelledError) as cancelled:
         call.throw(asyncio.CancelledError())
     frames = [frame.name for frame in traceback.extract_tb(cancelled.value.__traceback__)]
-    assert frames[-1] == "_answer_of"
+    assert frames[-1] == "_call_provider"
     assert "wrap" not in frames
 
 
