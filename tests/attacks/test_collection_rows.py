@@ -2,7 +2,6 @@
 
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -368,14 +367,6 @@ async def test_older_list_of_features_is_reported_and_mended_by_the_next_append(
         assert (await verify(db)).bad == 0
 
 
-async def test_features_with_a_wrong_mac_are_rejected(victim: Victim) -> None:
-    mac = victim.value(FEATURES).split()[1]
-    victim.run("UPDATE secure_meta SET value = :v WHERE name = 'features'", v=f"- {mac}")
-    async with victim.service() as service:
-        with pytest.raises(WrongKeyError):
-            await service.collections.get((APP, "ada", "one"))
-
-
 async def test_running_service_adds_no_feature_to_a_list_that_was_modified(victim: Victim) -> None:
     async with victim.service() as service:
         assert await service.collections.get((APP, "ada", "one"))
@@ -387,15 +378,10 @@ async def test_running_service_adds_no_feature_to_a_list_that_was_modified(victi
     assert victim.value("SELECT count(*) FROM secure_sessions") == 4
 
 
-@pytest.fixture
-def release_without_collections(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.delitem(survey.KNOWN_FEATURES, survey.FeatureName.COLLECTIONS)
-        yield
-
-
-@pytest.mark.usefixtures("release_without_collections")
-async def test_release_that_does_not_know_collections_rejects_the_database(victim: Victim) -> None:
+async def test_release_that_does_not_know_collections_rejects_the_database(
+    victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(survey.KNOWN_FEATURES, survey.FeatureName.COLLECTIONS)
     async with victim.service() as service:
         with pytest.raises(ConfigurationError, match="collections"):
             await service.get_session(app_name=APP, user_id="ada", session_id="session")

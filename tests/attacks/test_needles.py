@@ -445,26 +445,14 @@ async def test_values_without_a_json_form_are_stored_as_text_with_a_warning_that
         async with on_file(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
             created = await service.create_session(**WHO, state={"awkward": Awkward()})
             assert created.state["awkward"] == needle("object")
-            event = new_event({"more": Awkward()}, with_bytes=False, odd=Awkward())
+            event = new_event({"more": Awkward()}, odd=Awkward())
             await service.append_event(created, event)
             found = await service.get_session(**WHO)
             assert found is not None
             assert found.state["more"] == needle("object")
+            assert found.events[0].content == event.content
             metadata = found.events[0].custom_metadata
             assert metadata is not None
             assert metadata["odd"] == needle("object")
     assert "not JSON-serializable" in log.getvalue()
     assert found_in(log.getvalue()) == set()
-
-
-async def test_event_of_bytes_and_a_value_without_a_json_form_can_be_read_again(
-    tmp_path: Path,
-) -> None:
-    """If it could not, neither could its session."""
-    async with on_file(tmp_path / "sessions.db", BACKENDS["aesgcm"]()) as service:
-        session = await service.create_session(**WHO)
-        event = new_event({}, with_bytes=True, odd=Awkward())
-        await service.append_event(session, event)
-        found = await service.get_session(**WHO)
-        assert found is not None
-        assert found.events[0].content == event.content

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.adk.sessions import Session
 
 from adk_secure_sessions import (
     AesGcmBackend,
@@ -33,7 +32,6 @@ from tests.attacks.faulty import (
     url,
     write,
 )
-from tests.attacks.needles import found_in, needle
 from tests.attacks.support import HISTORY, SESSION, Impact, OlderCopy, append, get, outcome
 from tests.attacks.support import Database as Attacked
 from tests.attacks.world import ALL_SESSIONS, LONG, PACKED, VISIT
@@ -277,19 +275,3 @@ async def test_padded_values_of_similar_length_have_the_same_length(tmp_path: Pa
 
     assert len(await lengths()) == 10
     assert len(await lengths(packing=Packing(padding="padme"))) <= 2
-
-
-@pytest.mark.parametrize(
-    "options", [{"packing": Packing("zlib")}, {"packing": Packing("zlib", "padme")}]
-)
-async def test_compressed_values_are_not_found_in_the_file(
-    url: str, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    secrets = [needle("session value"), needle("text"), needle("user id")]
-    async with EncryptedSessionService(url, AesGcmBackend(KEY), **options) as service:
-        session: Session = await service.create_session(
-            app_name="app", user_id=secrets[2], state={"k": f"{secrets[0]} " * 900}
-        )
-        await service.append_event(session, event(secrets[1], note="n" * 2000))
-    for path in tmp_path.iterdir():
-        assert not found_in(path.read_bytes()), path

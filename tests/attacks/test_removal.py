@@ -170,13 +170,6 @@ async def test_modified_meta_row_is_rejected(typed_db: Database, name: str, valu
     await assert_rejected(typed_db, DATABASE, ConfigurationError, WrongKeyError)
 
 
-async def test_renamed_meta_row_is_rejected(db: Database) -> None:
-    for name in ("format", "database_id", "features"):
-        db.run("UPDATE secure_meta SET name = 'other' WHERE name = :name", name=name)
-        await assert_rejected(db, DATABASE, ConfigurationError)
-        db.restore()
-
-
 @pytest.mark.parametrize("name", ["format", "database_id", "features", "%"])
 async def test_removed_meta_row_is_detected_and_not_created_again(db: Database, name: str) -> None:
     db.run("DELETE FROM secure_meta WHERE name LIKE :name", name=name)

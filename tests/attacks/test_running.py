@@ -131,14 +131,6 @@ async def test_append_after_a_row_was_removed_or_added_is_rejected(
         await assert_others_work(run)
 
 
-@pytest.mark.parametrize("seq", [0, 2, 4])
-async def test_event_removed_is_detected_by_the_next_read(db: Database, seq: int) -> None:
-    async with running(db) as run:
-        db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq = :seq", seq=seq)
-        await assert_read_rejected(db, run)
-        await assert_others_work(run)
-
-
 @also_on("fernet", "postgresql", cases=["event"])
 @pytest.mark.parametrize("cell", RECORDS, ids=by_name)
 async def test_record_modified_after_it_was_read_is_rejected(db: Database, cell: Cell) -> None:

@@ -168,17 +168,6 @@ async def test_blobs_and_marks_of_another_prefix_are_not_listed(
 
 
 async def test_foreign_objects_are_not_listed(tmp_path: Path, server: s3.Server) -> None:
-    server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/readme.txt", Body=b"x")
-    server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{new_name()}/x/0", Body=b"x")
-    bucket = ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)
-    assert await bucket.stored_blobs() == {}
-    directory = ArtifactStore(tmp_path).blobs(PREFIX)
-    (tmp_path / PREFIX / "folder").mkdir(parents=True)
-    (tmp_path / PREFIX / "readme.txt").write_text("x")
-    assert await directory.stored_blobs() == {}
-
-
-async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -> None:
     bucket = ArtifactStore(f"s3://{BUCKET}", options=server.options).blobs(PREFIX)
     directory = ArtifactStore(tmp_path).blobs(PREFIX)
     for store in (bucket, directory):
@@ -186,6 +175,10 @@ async def test_foreign_objects_are_no_marks(tmp_path: Path, server: s3.Server) -
     below = f"{PREFIX}/deleted"
     for name in ("readme.txt", "0" * 31, f"{new_name()}/0", f"x/{new_name()}"):
         server.admin.put_object(Bucket=BUCKET, Key=f"{below}/{name}", Body=b"x")
+    for name in ("readme.txt", f"{new_name()}/x/0"):
+        server.admin.put_object(Bucket=BUCKET, Key=f"{PREFIX}/{name}", Body=b"x")
+    (tmp_path / PREFIX / "folder").mkdir()
+    (tmp_path / PREFIX / "readme.txt").write_text("x")
     (tmp_path / below / "readme.txt").write_text("x")
     (tmp_path / below / new_name()).mkdir()
     (tmp_path / below / new_name()).symlink_to(tmp_path / below / "readme.txt")
