@@ -285,7 +285,7 @@ async def test_removed_mark_switches_the_fallback_on_again(
 ) -> None:
     """Therefore, replace `PlaintextFallbackService` after the migration."""
     async with target.service() as service:
-        await service._copy((APP, "ada", "other"))
+        await service._copy_session((APP, "ada", "other"))
         await service._imports.complete_migration()
     source.put("ada", "planted", ["forged"])
     async with target.service() as service:

@@ -485,7 +485,7 @@ async def test_complete_migration_ends_fallback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = await get(service)
-    await service._copy((APP, "ada", "visit"))
+    await service._copy_session((APP, "ada", "visit"))
     await service._imports.complete_migration()
     second = opened()
     await second.prepare_tables()
@@ -571,7 +571,7 @@ async def test_application_sees_no_difference_to_a_database_that_was_copied_befo
     model = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
     first = PlaintextFallbackService(model, source)
     for user, session_id in source.sessions_by_ids:
-        await first._copy((APP, user, session_id))
+        await first._copy_session((APP, user, session_id))
     await first._copy_states(APP, *users)
     services = [opened() for _ in range(3)]
     clock = START + 100
@@ -621,7 +621,7 @@ async def test_application_sees_no_difference_to_a_database_that_was_copied_befo
             ]
             assert states[0] == states[1]
         elif operation == "copy":  # as `migrate` does it: without the states
-            await service._copy((APP, user, session_id))
+            await service._copy_session((APP, user, session_id))
         else:
             await service._copy_states(APP, user)
     await model.close()

@@ -65,7 +65,7 @@ def export(
         result = _to_adk(db, to, verify=verify, **options)
     else:
         assert jsonl is not None
-        result = _write(db, jsonl, "export", "sessions", migration.export_lines, **options)
+        result = _run_export(db, jsonl, "export", "sessions", migration.export_lines, **options)
     print_result(result, _notes(result, jsonl), err=jsonl == _STDOUT)
 
 
@@ -88,7 +88,7 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
         raise Failure(message, error.error_name, retryable=error.retryable) from None
 
 
-def _write(
+def _run_export(
     db: Database,
     file: str,
     label: str,
@@ -134,7 +134,7 @@ def export_audit(db: Database, output: str, **options: Any) -> None:
     if output == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the records: give --json with --output FILE")
     work = maintenance.export_audit
-    result = _write(db, output, "audit export", "records", work, **options)
+    result = _run_export(db, output, "audit export", "records", work, **options)
     print_result(result, err=output == _STDOUT)
 
 

@@ -48,7 +48,7 @@ class Run:
             _LAST_RUN: {"": now},
             _LAST_SUCCESS: {"": now if succeeded else self._last_success(file)},
             _DURATION: {"": time.monotonic() - self._began},
-            _PROBLEMS: {"": max(self._bad(), 0 if succeeded else 1)},
+            _PROBLEMS: {"": max(self._bad_count(), 0 if succeeded else 1)},
         }
         if ages := dict(self._key_ages()):
             values[_KEY_AGE] = ages
@@ -59,7 +59,7 @@ class Run:
             lines += [f"{name}{{{labels}{more}}} {value:.3f}" for more, value in samples.items()]
         _replace(file, "\n".join([*lines, ""]))
 
-    def _bad(self) -> int:
+    def _bad_count(self) -> int:
         results = self.result.values() if isinstance(self.result, dict) else [self.result]
         return sum(getattr(result, "bad", 0) for result in results)
 

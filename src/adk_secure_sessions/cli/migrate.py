@@ -129,7 +129,7 @@ def copy(db: Database, dry_run: bool, **options: Any) -> None:
       adk-secure-sessions migrate copy --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    result = _run(db, "migrate", migration.migrate, dry_run=dry_run, **options)
+    result = _run_with_source(db, "migrate", migration.migrate, dry_run=dry_run, **options)
     print_result(result, copy_notes(result, dry_run))
 
 
@@ -146,7 +146,7 @@ def compare(db: Database, **options: Any) -> None:
       adk-secure-sessions migrate compare --from sqlite:///adk.db \\
           --to sqlite:///sessions.db --key file:root.key
     """
-    result = _run(db, "compare", migration.compare, resume_hint=None, **options)
+    result = _run_with_source(db, "compare", migration.compare, resume_hint=None, **options)
     print_result(result, comparison_notes(result))
 
 
@@ -166,14 +166,14 @@ def erase_source(db: Database, confirm: str | None, dry_run: bool, **options: An
     """
     options |= {"dry_run": dry_run, "confirm": confirm}
     change = "" if dry_run else "delete the sessions of the source"
-    result = _run(db, "compare", migration.erase_source, change=change, **options)
+    result = _run_with_source(db, "compare", migration.erase_source, change=change, **options)
     notes = chain(
         comparison_notes(result.comparison, dry_run), source_erasure_notes(result, dry_run)
     )
     print_result(result, notes)
 
 
-def _run(
+def _run_with_source(
     db: Database,
     label: str,
     work: Callable[..., Coroutine[Any, Any, Any]],

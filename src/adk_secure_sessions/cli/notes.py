@@ -34,7 +34,7 @@ def status_notes(result: maintenance.Status) -> Iterator[str]:
             master.id,
             f"under {master.root_key_id}",
             f"of {utc_text(master.created_at, '%Y-%m-%d')}",
-            _age(master.age),
+            _age_text(master.age),
             unwraps[master.unwraps],
         )
         for master in result.master_keys
@@ -62,18 +62,18 @@ def status_notes(result: maintenance.Status) -> Iterator[str]:
     ]
     yield from ("rows", *table(rows, _INDENT))
     if result.is_separating:
-        yield f"unfinished separation, and services reject this copy; {_again('`separate`')}"
+        yield f"unfinished separation, and services reject this copy; {_resume_hint('`separate`')}"
     elif result.unfinished:
         yield "unfinished rotations"
     for rotation in result.unfinished:
-        again = "" if result.is_separating else f"; {_again('the same command')}"
-        yield f"{_INDENT}{_unfinished(rotation, again)}"
+        again = "" if result.is_separating else f"; {_resume_hint('the same command')}"
+        yield f"{_INDENT}{_rotation_text(rotation, again)}"
     if result.migration is not None:
-        yield f"migration: {_migration(result.migration)}"
+        yield f"migration: {_migration_text(result.migration)}"
     if result.state_index is not None:
-        yield f"search index: {_state_index(result.state_index)}"
+        yield f"search index: {_index_text(result.state_index)}"
     if result.audit_trail is not None:
-        yield f"audit trail: {_audit_trail(result.audit_trail)}"
+        yield f"audit trail: {_trail_text(result.audit_trail)}"
 
 
 def rotation_notes(
@@ -157,7 +157,7 @@ def continuation_note(unfinished: maintenance.UnfinishedRotation, dry_run: bool)
     return f"{verb} the rotation begun {utc_text(unfinished.since)}; --restart begins a new one"
 
 
-def _unfinished(rotation: maintenance.UnfinishedRotation, resume_hint: str) -> str:
+def _rotation_text(rotation: maintenance.UnfinishedRotation, resume_hint: str) -> str:
     if rotation.is_authentic is False or rotation.since is None:
         return f"{rotation.name}: its checkpoint was tampered with; --restart begins a new rotation"
     assert rotation.done is not None
@@ -170,11 +170,11 @@ def _unfinished(rotation: maintenance.UnfinishedRotation, resume_hint: str) -> s
     return f"{rotation.name}: {replaced}; {began}{unchecked}{resume_hint}"
 
 
-def _again(command: str) -> str:
+def _resume_hint(command: str) -> str:
     return f"it runs or was stopped; running {command} again is safe and continues it"
 
 
-def _migration(migration: maintenance.MigrationStatus) -> str:
+def _migration_text(migration: maintenance.MigrationStatus) -> str:
     tombstones = counted(migration.tombstones, "tombstone")
     counts = f"{counted(migration.sessions, 'session')} copied, {tombstones}"
     if not migration.is_complete:
@@ -185,7 +185,7 @@ def _migration(migration: maintenance.MigrationStatus) -> str:
     return f"{counts}; complete{unchecked}"
 
 
-def _state_index(index: maintenance.IndexStatus) -> str:
+def _index_text(index: maintenance.IndexStatus) -> str:
     counts = f"{counted(index.rows, 'row')} of {counted(index.keys, 'key')}"
     if index.complete is None:
         return f"{counts}; not verified: that needs --key"
@@ -196,12 +196,12 @@ def _state_index(index: maintenance.IndexStatus) -> str:
     return f"{counts}; {left} not complete: `index fill` ends it" if left else f"{counts}; complete"
 
 
-def _audit_trail(trail: maintenance.TrailStatus) -> str:
+def _trail_text(trail: maintenance.TrailStatus) -> str:
     counts = f"{counted(trail.records, 'record')} in {counted(trail.chains, 'chain')}"
     return f"{counts}, the oldest of {utc_text(trail.since)}" if trail.since is not None else counts
 
 
-def _age(seconds: float) -> str:
+def _age_text(seconds: float) -> str:
     days = f"{abs(seconds) / 86400:.0f} days"
     return f"{days} old" if seconds >= 0 else f"{days} in the future: a clock is or was wrong"
 

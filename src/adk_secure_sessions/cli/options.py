@@ -85,7 +85,7 @@ with_selection: Decorator = with_all(
 )
 
 
-def _common(option: str, *names: str, **settings: Any) -> Decorator:
+def _common_option(option: str, *names: str, **settings: Any) -> Decorator:
     if (name := option.removeprefix("--")) in IN_ENVIRONMENT:
         settings["envvar"] = variable(name)
     return click.option(option, *names, cls=CommonOption, show_envvar=True, **settings)
@@ -101,12 +101,12 @@ TARGET_URL = click.option(
     metavar="URL",
     help="URL of the encrypted database to copy to, which is created if it does not exist.",
 )
-_DATABASE_URL = _common(
+_DATABASE_URL = _common_option(
     "--db", required=True, metavar="URL", help="URL of the database, such as sqlite:///sessions.db."
 )
 _WITH_DATABASE = (
-    _common("--key-db", metavar="URL", help="URL of the key database, if there is one."),
-    _common(
+    _common_option("--key-db", metavar="URL", help="URL of the key database, if there is one."),
+    _common_option(
         "--config",
         envvar=CONFIG_VARIABLE,
         metavar="FILE",
@@ -116,13 +116,13 @@ _WITH_DATABASE = (
         callback=read_config,
         help="TOML file with defaults of options such as db and key.",
     ),
-    _common(
+    _common_option(
         "--audit-log",
         metavar="FILE",
         type=click.Path(),
         help="Append audit records to this file, as JSON.",
     ),
-    _common(
+    _common_option(
         "--metrics-file",
         metavar="FILE",
         type=click.Path(),
@@ -131,7 +131,7 @@ _WITH_DATABASE = (
         callback=metrics.set_file,
         help="Replace this file, NAME.prom, with metrics of this run for Prometheus.",
     ),
-    _common("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
+    _common_option("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
     click.option(
         "--help-all",
         is_flag=True,
@@ -159,26 +159,26 @@ with_packing: Decorator = with_all(
 
 
 _KEYS = (
-    _common(
+    _common_option(
         "--backend",
         type=_BACKENDS,
         default=DEFAULT,
         show_default=True,
         help="Backend with which the services write; no-op stores plaintext and needs no key.",
     ),
-    _common(
+    _common_option(
         "--key",
         metavar="SPEC",
         help="Key spec of the root key: env:NAME, file:PATH and others; never the key itself.",
     ),
-    _common(
+    _common_option(
         "--also-key",
         multiple=True,
         metavar="SPEC",
         help="Another root key that may wrap master keys; repeatable (in the variable: spaces "
         "between them).",
     ),
-    _common(
+    _common_option(
         "--also-backend",
         multiple=True,
         type=_BACKENDS,

@@ -111,7 +111,7 @@ async def count_records(
         walked = sessions.c.id if table in (snapshots, events) else key
         async for key_range in key_ranges(db.runner.read, walked, db.limits.ids_per_statement):
             groups = await key_range.read(db.runner.read, query, key)
-            keys_of = await keys_of_owners(db, {owner for owner, *_ in groups})
+            keys_of = await data_keys_by_owner(db, {owner for owner, *_ in groups})
             newer_keys |= {row.id for keys in keys_of.values() for row in keys.newer}
             current_ids = {
                 owner: row.id
@@ -171,7 +171,7 @@ def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]
     return OwnerKeyRows(ordered[:index], ordered[index], ordered[index + 1 :])
 
 
-async def keys_of_owners(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
+async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
     """Return the data keys of *owners*, by tag; without a readable row, the newest is current."""
     keys: dict[bytes, list[DataKeyRow]] = {}
     for row in (await db.runner.read_data_keys(owners)).data_keys:

@@ -213,20 +213,20 @@ class _Deletion:
         """
         self._dialect.set_read_committed(self._connection)
         if dry_run:
-            return self._pass(dry_run=True)
+            return self._delete_once(dry_run=True)
         self._dialect.set_constraints_immediate(self._connection)
         self._dialect.overwrite_deleted(self._connection)
         deleted: Counter[str] = Counter()
         for _ in range(_MAX_PASSES):
-            deleted += self._pass(dry_run=False)
-            if not self._pass(dry_run=True):
+            deleted += self._delete_once(dry_run=False)
+            if not self._delete_once(dry_run=True):
                 return deleted
         raise DatabaseError(
             "the database does not delete the rows of the user: remove triggers and rules of its "
             "tables, and erase the user again"
         )
 
-    def _pass(self, *, dry_run: bool) -> Counter[str]:
+    def _delete_once(self, *, dry_run: bool) -> Counter[str]:
         """Delete the rows that are found now, and count them by table; a dry run only counts."""
         self._dry_run, self._counts = dry_run, Counter[str]()
         if self.deletes_keys:
@@ -240,7 +240,7 @@ class _Deletion:
             self._delete_rows()
         if self.deletes_keys:
             # This uses only the table of data keys.
-            self._delete(data_keys, data_keys.c.owner == self._tag)
+            self._delete_where(data_keys, data_keys.c.owner == self._tag)
             self._require_keyring()  # the deletion may have waited for `move_keys`
         return +self._counts
 
@@ -267,22 +267,22 @@ class _Deletion:
         self._session_ids_and_tags.update(locked)
         if self._dry_run:
             locked = list(self._session_ids_and_tags)  # also count rows of deleted sessions
-        self._delete(users, users.c.id.in_(self._user_row_ids))
-        self._delete(witnesses, witnesses.c.tag == self._tag)
+        self._delete_where(users, users.c.id.in_(self._user_row_ids))
+        self._delete_where(witnesses, witnesses.c.tag == self._tag)
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._user_row_ids:
-            self._delete(
+            self._delete_where(
                 state_index, state_index.c.row_id.in_(map(index_row_id, self._user_row_ids))
             )
         for start in range(0, len(locked), self._row_ids_per_statement):
             ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
-            self._delete(witnesses, witnesses.c.tag.in_(tags))
-            self._delete(snapshots, snapshots.c.session_row.in_(ids))
+            self._delete_where(witnesses, witnesses.c.tag.in_(tags))
+            self._delete_where(snapshots, snapshots.c.session_row.in_(ids))
             if self._has_index:
-                self._delete(state_index, state_index.c.row_id.in_(ids))
-            self._delete(events, events.c.session_row.in_(ids))
-            self._delete(sessions, sessions.c.id.in_(ids))
+                self._delete_where(state_index, state_index.c.row_id.in_(ids))
+            self._delete_where(events, events.c.session_row.in_(ids))
+            self._delete_where(sessions, sessions.c.id.in_(ids))
 
     def _user_rows(self) -> set[int]:
         """Return the row ids of the user: usually one id, of the row with the user's tag.
@@ -317,7 +317,7 @@ class _Deletion:
         self._counts[_COLLECTIONS] += sum(bool(is_collection) for *_, is_collection in rows)
         return [(row_id, tag) for row_id, tag, _ in rows]
 
-    def _delete(self, table: sa.Table, where: sa.ColumnElement[bool]) -> None:
+    def _delete_where(self, table: sa.Table, where: sa.ColumnElement[bool]) -> None:
         """Delete the rows of *table* that match *where*, and count them; a dry run only counts."""
         if self._dry_run:
             query = select_count(table, where)

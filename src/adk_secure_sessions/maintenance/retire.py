@@ -148,7 +148,7 @@ async def retire(
             await meter.advance()
     meter.finish()
     known = (await db.reread_keyring()).rows
-    key_counts = await _count_wrapped(db)
+    key_counts = await _count_by_master(db)
     attempts: list[_KeyDecision[MasterKeyRow]] = []
 
     def retire_masters(connection: sa.Connection) -> None:
@@ -206,7 +206,7 @@ async def _retire_data_keys(
     try:
         ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
-        return _select_unused(rows, (), None)
+        return _decide(rows, (), None)
     if ids_and_headers is None:  # no row needs a key: `reject_orphans` has found none
         return _KeyDecision([], [])
     named_ids, decrypted_headers = ids_and_headers
@@ -221,7 +221,7 @@ async def _retire_data_keys(
         )
         if headers is not None:
             headers |= decrypted_headers
-        decision = _select_unused(remaining, named_ids, headers)
+        decision = _decide(remaining, named_ids, headers)
         if decision.deletable and not has_key_database and not dry_run:
             _delete_keys(decision.deletable, connection)
         attempts.append(decision)
@@ -294,7 +294,7 @@ def _lock_and_count(
     return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
-def _select_unused(
+def _decide(
     rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: key_operations.HeaderCounts | None
 ) -> _KeyDecision[DataKeyRow]:
     """Divide an owner's replaced data keys into kept and unused.
@@ -367,7 +367,7 @@ def _count_headers(
 # --- data masters --------------------------------------------------------------------------------
 
 
-async def _count_wrapped(db: Database) -> Counter[int] | None:
+async def _count_by_master(db: Database) -> Counter[int] | None:
     """Count the data keys by data master id; return None if a data key cannot be unwrapped."""
     keyring = await db.keyring()
     counts: Counter[int] = Counter()

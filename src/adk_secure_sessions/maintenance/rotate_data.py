@@ -353,7 +353,7 @@ class DataRotationRun(RotationRun):
             decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
             require_same(record.table.name, record.name, plaintext, decrypt_new)
             changes.setdefault(record.table, []).append((record, sealed))
-        await self._db.runner.run_on_data(partial(_replace, changes))
+        await self._db.runner.run_on_data(partial(_store_reencrypted, changes))
         for table, replaced in changes.items():
             new_records = {record.key: sealed for record, sealed in replaced}
             for row in await _read_by_keys(self._db, table, new_records):
@@ -385,7 +385,7 @@ def _decrypt(
 _Replacements = dict[SealedTable[Any], list[tuple[_EncryptedRecord, bytes]]]
 
 
-def _replace(changes: _Replacements, connection: sa.Connection) -> None:
+def _store_reencrypted(changes: _Replacements, connection: sa.Connection) -> None:
     for table, replaced in changes.items():
         parameters = []
         for record, sealed in replaced:

@@ -173,7 +173,7 @@ async def status(
             tells whether the mark that ends a migration is authentic (see `MigrationStatus`).
     """
     survey = await db.survey()
-    masters = [await _master(db, row, survey.existing_id) for row in survey.master_rows]
+    masters = [await _master_status(db, row, survey.existing_id) for row in survey.master_rows]
     rotations = await unfinished_rotations(db)
     total = await count_rows(db, *(sealed.table for sealed in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
@@ -188,9 +188,9 @@ async def status(
         keys,
         records,
         tuple(_with_progress(run, masters, keys, records) for run in rotations),
-        await _migration(db, survey),
-        await _state_index(db, survey),
-        await _audit_trail(db, survey),
+        await _migration_status(db, survey),
+        await _index_status(db, survey),
+        await _trail_status(db, survey),
         spare_keys,
         FeatureName.SEPARATING in survey.features,
     )
@@ -209,7 +209,7 @@ _TRAIL = sa.select(
 )
 
 
-async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
+async def _migration_status(db: Database, survey: Survey) -> MigrationStatus | None:
     if FeatureName.MIGRATION not in survey.features:
         return None
     ((sessions,),) = await db.runner.read(_COPIED, {})
@@ -224,7 +224,7 @@ async def _migration(db: Database, survey: Survey) -> MigrationStatus | None:
     return MigrationStatus(int(sessions), int(tombstones), is_complete, is_authentic)
 
 
-async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
+async def _index_status(db: Database, survey: Survey) -> IndexStatus | None:
     if state_index.name not in survey.tables:
         return None
     ((rows,),) = await db.runner.read(_INDEXED, {})
@@ -237,7 +237,7 @@ async def _state_index(db: Database, survey: Survey) -> IndexStatus | None:
     return IndexStatus(int(rows), len(marks) - tampered, complete, tampered)
 
 
-async def _audit_trail(db: Database, survey: Survey) -> TrailStatus | None:
+async def _trail_status(db: Database, survey: Survey) -> TrailStatus | None:
     if audit_records.name not in survey.tables:
         return None
     ((records, chains, since),) = await db.runner.read(_TRAIL, {})
@@ -274,7 +274,7 @@ def _with_progress(
     return run._replace(done=replaced, total=total)
 
 
-async def _master(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
+async def _master_status(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
     unwraps = False if db.has_root_keys else None
     if db.has_root_keys:
         with suppress(WrongKeyError, DecryptionError):

@@ -158,13 +158,13 @@ class AdkQueries:
             self._read_event = partial(adk_rows.convert_json_row, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
-            self._json(_EVENTS.c[name]) if name in column_names else sa.null() for name in columns
+            self._text(_EVENTS.c[name]) if name in column_names else sa.null() for name in columns
         ]
         sized_names = column_names & {*adk_rows.JSON_VALUES, "actions"}
         self._size_columns = [_EVENTS.c[name] for name in columns if name in sized_names]
 
     def _where(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
-        since = [] if selection.since is None else [self._since(selection.since)]
+        since = [] if selection.since is None else [self._is_since(selection.since)]
         return self._in_app(SESSIONS, selection) + since
 
     def _in_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
@@ -249,7 +249,7 @@ class AdkQueries:
     ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
-        query = sa.select(*_SESSION_KEY, *_columns(self._json(SESSIONS.c.state)))
+        query = sa.select(*_SESSION_KEY, *_columns(self._text(SESSIONS.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
         rows_of: dict[tuple[Any, ...], tuple[Row, list[Row]]]
         rows_of = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
@@ -271,7 +271,7 @@ class AdkQueries:
         pairs = zip(_SESSION_KEY, key, strict=False)
         named = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions = self._sessions(
-            connection, named, after, limit, self._json(SESSIONS.c.state), sa.literal(0)
+            connection, named, after, limit, self._text(SESSIONS.c.state), sa.literal(0)
         )
         return [(session, row, []) for session, row, _ in sessions]
 
@@ -283,7 +283,7 @@ class AdkQueries:
         """
         if not can_store(self.dialect, *key):
             return None
-        query = sa.select(self._json(table.c.state))
+        query = sa.select(self._text(table.c.state))
         conditions = [column == name for column, name in zip(table.primary_key, key, strict=True)]
         return connection.scalar(query.where(*conditions))
 
@@ -348,7 +348,7 @@ class AdkQueries:
     ) -> list[tuple[Ids, Any]]:
         """Return the next rows of a table of states; *after* is as for `session_page`."""
         key, in_app = tuple(table.primary_key), self._in_app(table, selection)
-        query = sa.select(*key, self._json(table.c.state))
+        query = sa.select(*key, self._text(table.c.state))
         query = query.where(*in_app, *self._after(key, after)).order_by(*key).limit(limit)
         return [(self._text_ids(row[:-1]), row[-1]) for row in connection.execute(query).all()]
 
@@ -390,7 +390,7 @@ class AdkQueries:
         except (TypeError, ValueError):
             raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
-    def _since(self, since: int) -> Any:
+    def _is_since(self, since: int) -> Any:
         updated_at = SESSIONS.c.update_time
         naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
         if self.dialect != "sqlite":
@@ -402,7 +402,7 @@ class AdkQueries:
             sa.and_(sa.func.typeof(updated_at) != "text", updated_at >= since / 1_000_000),
         )
 
-    def _json(self, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    def _text(self, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
         """Return *column* as text, if it contains JSON.  On PostgreSQL, its type may be JSONB."""
         is_jsonb = self.dialect == "postgresql" and column.name in adk_rows.JSON_VALUES
         return sa.cast(column, sa.Text()) if is_jsonb else column

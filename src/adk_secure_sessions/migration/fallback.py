@@ -162,7 +162,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if await self._prepare_source():
             await self._copy_states(app_name, user_id)
             if session_id is not None and await self._source_has((app_name, user_id, session_id)):
-                await self._copy((app_name, user_id, session_id))
+                await self._copy_session((app_name, user_id, session_id))
         return await self._service.create_session(
             app_name=app_name,
             user_id=user_id,
@@ -193,7 +193,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if await self._prepare_source():
             await self._copy_states(app_name, user_id)
             session = await get()
-            if session is not None or not await self._copy(ids):
+            if session is not None or not await self._copy_session(ids):
                 return session
         return await get()
 
@@ -211,7 +211,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if not await self._prepare_source():
             return await listing()
         # Read the source first.  If a session is copied after that, both listings contain it.
-        source_sessions = await self._sessions_of(app_name, user_id)
+        source_sessions = await self._source_sessions(app_name, user_id)
         state_copies, response = self._state_copies, await listing()
         users = {session.user_id for session in response.sessions}
         users |= {session.user_id for session in source_sessions}
@@ -272,7 +272,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if await self._prepare_source():
             await self._copy_states(session.app_name, session.user_id)
             if not _SERVICE_MARKER.fullmatch(session._storage_update_marker or ""):
-                await self._copy(ids)
+                await self._copy_session(ids)
         return await self._service.append_event(session, event)
 
     async def flush(self) -> None:
@@ -325,12 +325,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     # --- Reading the source -----------------------------------------------------------------------
 
-    async def _query(self, query: Awaitable[T]) -> T:
+    async def _read_source(self, query: Awaitable[T]) -> T:
         self._record_read()
         with self._errors_name_source():
             return await query
 
-    async def _batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def _read_batches(self, batches: AsyncIterator[T]) -> AsyncIterator[T]:
         with self._errors_name_source():
             async for batch in batches:
                 self._record_read()
@@ -358,17 +358,17 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     async def _source_has(self, ids: Ids) -> bool:
         """Return whether the source has a session that no row of `secure_migrated` supersedes."""
-        session = await self._query(self._source.find(*ids))
+        session = await self._read_source(self._source.find(*ids))
         # Query `secure_migrated` last.  With the other order, somebody could copy and delete the
         # session between the two queries, and the deleted session would be returned.
         return session is not None and not await self._is_superseded(ids)
 
-    async def _sessions_of(
+    async def _source_sessions(
         self, app_name: str, user_id: str | None
     ) -> dict[SourceSession, SessionContent]:
         """Return the sessions of the source that were not superseded and have not expired."""
         contents = {}
-        async for batch in self._batches(self._source.sessions_of(app_name, user_id)):
+        async for batch in self._read_batches(self._source.sessions_of(app_name, user_id)):
             superseded = await self._imports.rows_for(session.ids for session in batch)
             for session, content in batch.items():
                 if session.ids in superseded:
@@ -386,15 +386,15 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # app or a user before the state was copied.  Then the encrypted state is used, and the state in
     # the source is neither used nor copied.
 
-    async def _states_of(self, app_name: str, wanted: set[Ids]) -> dict[Ids, bytes]:
+    async def _source_states(self, app_name: str, wanted: set[Ids]) -> dict[Ids, bytes]:
         """Return the states in the source: of several users, with few queries for the whole app."""
         states: dict[Ids, bytes | Unreadable | None] = {}
         if len(wanted) > 2:
-            async for batch in self._batches(self._source.states(Selection(app_name))):
+            async for batch in self._read_batches(self._source.states(Selection(app_name))):
                 states |= {ids: state for ids, state in batch.items() if ids in wanted}
         else:
             for owner in wanted:
-                states[owner] = await self._query(self._source.state(*owner))
+                states[owner] = await self._read_source(self._source.state(*owner))
         stored_states = {ids: state for ids, state in states.items() if state is not None}
         return {ids: _readable(state, "a state") for ids, state in stored_states.items()}
 
@@ -409,7 +409,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         if not unsettled:
             return
         uncopied = unsettled - (await self._imports.rows_for(unsettled)).keys()
-        states = await self._states_of(app_name, uncopied)
+        states = await self._source_states(app_name, uncopied)
 
         async def store(owner: Ids) -> ImportStatus:
             return await self._imports.import_state(owner, states[owner])
@@ -425,12 +425,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             cache.put(owner, True)
         self._state_copies += 1
 
-    async def _copy(self, ids: Ids) -> bool:
+    async def _copy_session(self, ids: Ids) -> bool:
         """Copy a session, whose states were copied; return False if the source does not have it."""
         if await self._is_superseded(ids):
             return True
-        session = await self._query(self._source.find(*ids))
-        contents = {} if session is None else await self._query(self._source.read([session]))
+        session = await self._read_source(self._source.find(*ids))
+        contents = {} if session is None else await self._read_source(self._source.read([session]))
         if session is None or session not in contents:
             return False
         content = _readable(contents[session]).with_lifetime(self._service._lifetime)

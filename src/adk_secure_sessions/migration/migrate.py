@@ -216,7 +216,7 @@ class _MigrationRun:
         if isinstance(content, SessionContent):
             content = content.with_lifetime(self.lifetime)
             await self.throttle.advance(len(content.events))
-            status = await self._import(item, content)
+            status = await self._import_session(item, content)
         if isinstance(content, Unreadable):
             self._report_bad(item, content.reason)
         elif content is not None and status.is_due:
@@ -227,7 +227,7 @@ class _MigrationRun:
             self.result.unchanged += 1
         await self.meter.advance()
 
-    async def _import(self, item: SessionItem, content: SessionContent) -> ImportStatus:
+    async def _import_session(self, item: SessionItem, content: SessionContent) -> ImportStatus:
         is_outdated = item.status is ImportStatus.OUTDATED
         if is_outdated and not await self._may_replace_copy(item, content):
             return ImportStatus.CONFLICT
@@ -315,12 +315,12 @@ class _MigrationRun:
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"
                 )
-            if delete and self.writes and not await self._delete(ids, row):
+            if delete and self.writes and not await self._delete_copy(ids, row):
                 continue
             self.result.gone += 1
             self.findings.add(tag, reason, *ids)
 
-    async def _delete(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
+    async def _delete_copy(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""
         identity, untouched = await self.target.runner.identify(*ids), (copy.row_id, copy.number)
         deletion = writes.DeleteSession(identity, lambda now: now.id_and_revision == untouched)

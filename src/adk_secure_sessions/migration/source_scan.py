@@ -110,7 +110,7 @@ class SourceScan:
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
-        async for listed in self._listed():
+        async for listed in self._list_sessions():
             items = await self._session_items(listed)
             for item in items:
                 self._tags.add((item.tag,))
@@ -120,7 +120,7 @@ class SourceScan:
             if read := await self._with_contents(due):
                 yield read
 
-    async def _listed(self) -> AsyncIterator[Sequence[SourceSession]]:
+    async def _list_sessions(self) -> AsyncIterator[Sequence[SourceSession]]:
         async for listed in self.source.sessions(self.selection):
             self.has_unknown_ids |= not all(session.has_ids for session in listed)
             self._app_names.update(session.app_name for session in listed)
@@ -145,7 +145,7 @@ class SourceScan:
     async def changed_or_new(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_unseen_copies()
-        async for listed in self._listed():
+        async for listed in self._list_sessions():
             for session in listed:
                 if self._unseen_copies:
                     self._unseen_copies.pop(self.tag(session.ids), None)
@@ -187,7 +187,7 @@ class SourceScan:
         if await target.imports.migration_mark() or not await target.imports.feature.is_added():
             return
         parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
-        query, size = _copies(app_name is not None), target.limits.ids_per_statement
+        query, size = _select_copies(app_name is not None), target.limits.ids_per_statement
         read, key = target.runner.read, migrated.c.tag
         async for rows in pages(read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
@@ -237,7 +237,7 @@ _TAGS = sa.select(sessions.c.tag)
 
 
 @functools.cache
-def _copies(of_app: bool) -> sa.Select[Any]:
+def _select_copies(of_app: bool) -> sa.Select[Any]:
     """Select the tag and the row id of each copied session that is still stored."""
     source = migrated.join(
         sessions, sa.and_(sessions.c.id == migrated.c.row_id, sessions.c.tag == migrated.c.tag)
