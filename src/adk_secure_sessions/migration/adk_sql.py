@@ -256,13 +256,9 @@ class AdkQueries:
         for app_name, user_id, session_id, *columns in self._events(connection, keys):
             if (session_rows := rows_of.get((app_name, user_id, session_id))) is not None:
                 session_rows[1].append(columns)
-        sessions_with_rows = []
-        for session in sessions:
-            # The driver of SQLite returns ids as bytes.
-            ids = (name.encode() if self.dialect == "sqlite" else name for name in session.ids)
-            if (session_rows := rows_of.get(tuple(ids))) is not None:
-                sessions_with_rows.append((session, *session_rows))
-        return sessions_with_rows
+        by_ids: dict[Ids, SourceSession] = {session.ids: session for session in sessions}
+        found = ((by_ids.get(self._text_ids(ids)), rows) for ids, rows in rows_of.items())
+        return [(session, *rows) for session, rows in found if session is not None]
 
     def sessions_with_prefix(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int

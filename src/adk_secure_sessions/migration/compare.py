@@ -201,7 +201,6 @@ class ComparisonRun:
             self._result.bad += 1
             self._findings.add(item.tag, content.reason, *item.ids)
             return
-        assert content is not None
         if reason := await self._state_reason(item, content):
             reason = await self._state_reason(await self.scan.state_read_again(item), content)
         if reason:

@@ -113,16 +113,14 @@ class EncryptedSource(Source):
                 states: dict[Ids, bytes | Unreadable] = {}
                 for row in rows:
                     try:
-                        checked_owner = await read_owner(self._db, table, row)
-                        if checked_owner is not None and selection.app_name in (
-                            None,
-                            checked_owner.app_name,
-                        ):
-                            app_name, owner, _ = checked_owner
-                            ids = (app_name,) if table is apps else (app_name, owner.user_id)
-                            with locating_errors(table.name, row.id):
-                                load_state(owner.state)
-                            states[ids] = owner.state
+                        checked = await read_owner(self._db, table, row)
+                        if checked is None or selection.app_name not in (None, checked.app_name):
+                            continue
+                        app_name, owner, _ = checked
+                        ids = (app_name,) if table is apps else (app_name, owner.user_id)
+                        with locating_errors(table.name, row.id):
+                            load_state(owner.state)
+                        states[ids] = owner.state
                     except DecryptionError as error:
                         name = f"{table.name} row {row.id}"
                         ids = (name,) if table is apps else ("", name)

@@ -265,7 +265,7 @@ class _MigrationRun:
         status = item.status
         if isinstance(item.content, Unreadable):
             self._report_bad(item, item.content.reason)
-        elif item.content is not None and (status.is_due or status in CONFLICT_REASONS):
+        elif status.is_due or status in CONFLICT_REASONS:
             if self.writes:
                 status = await self.target.imports.import_state(
                     item.ids, item.content, replace=not self.source_is_erased

@@ -43,23 +43,24 @@ GONE_REASON = "it was copied before, and this source does not have it"
 class SourceItem(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
 
-    *tag* is empty if the target has no keys, or if the ids cannot be decrypted.  *content* is None
-    if it was not read; that of a state is JSON.
+    *tag* is empty if the target has no keys, or if the ids cannot be decrypted.
     """
 
     ids: Ids
+    content: C
     tag: bytes = b""
     status: ImportStatus = ImportStatus.NEW
-    content: C | Unreadable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionItem(SourceItem[SessionContent]):
+class SessionItem(SourceItem[SessionContent | Unreadable | None]):
+    """A session; *content* is None if it was not read."""
+
     session: SourceSession
     copied_event_count: int = 0  # of the earlier copy
 
 
-StateItem = SourceItem[bytes]
+StateItem = SourceItem[bytes | Unreadable]  # *content* is JSON
 
 
 class GoneCopy(NamedTuple):
@@ -139,7 +140,6 @@ class SourceScan:
 
     async def state_read_again(self, item: StateItem) -> StateItem:
         """Return *item* with its present status in the target."""
-        assert item.content is not None
         return (await self._state_items({item.ids: item.content}))[0]
 
     async def changed_or_new(self) -> AsyncIterator[SourceSession]:
@@ -198,7 +198,7 @@ class SourceScan:
 
     async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index_master is None:
-            return [SessionItem(session.ids, session=session) for session in listed]
+            return [SessionItem(session.ids, None, session=session) for session in listed]
         tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in listed}
         # Read these before the copies: one transaction stores a copy and its row.
         read, wanted = self.target.runner.read, filter(None, tags.values())
@@ -211,7 +211,9 @@ class SourceScan:
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
-            item = SessionItem(session.ids, tag, status, session=session, copied_event_count=number)
+            item = SessionItem(
+                session.ids, None, tag, status, session=session, copied_event_count=number
+            )
             items.append(item)
         return items
 
@@ -224,7 +226,7 @@ class SourceScan:
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
             has_ids = isinstance(state, bytes) or state.has_ids
-            items.append(SourceItem(ids, self.tag(ids, has_ids=has_ids), status, state))
+            items.append(SourceItem(ids, state, self.tag(ids, has_ids=has_ids), status))
         return items
 
     async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:
