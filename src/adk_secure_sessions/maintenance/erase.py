@@ -175,7 +175,7 @@ async def erase_user(
         obstacle=obstacle,
         has_app=has_app,
         was_migrated=was_migrated,
-        keys_were_deleted=has_key_database and deleted.total() > 0 == deleted[data_keys.name],
+        keys_were_deleted=has_key_database and bool(deleted) and not deleted[data_keys.name],
     )
 
 

@@ -51,7 +51,7 @@ T = TypeVar("T")
 logger: logging.Logger = logging.getLogger(__name__)
 
 _SERVICE_MARKER = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSessionService`
-_CACHED_OWNERS = 10_000  # the maximum number of apps and users in `_settled_owners`
+_CACHED_OWNERS = 10_000  # the maximum number of apps and users whose states are settled
 _AT_ONCE = 32  # the number of states that are copied at the same time
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
 
@@ -316,13 +316,6 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     async def _is_superseded(self, ids: Ids) -> bool:
         return bool(await self._imports.rows_for([ids]))
 
-    async def _settled_owners(self) -> Lru[Ids, bool]:
-        """Return the cache of owners whose state was copied or erased, which is never undone.
-
-        It also contains owners without a state in the source, which does not change any more.
-        """
-        return await self._runner.cached_object(self, lambda: Lru(_CACHED_OWNERS))
-
     # --- Reading the source -----------------------------------------------------------------------
 
     async def _read_source(self, query: Awaitable[T]) -> T:
@@ -403,9 +396,12 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         Nothing is stored for an owner that the source does not have.
         """
-        cache = await self._settled_owners()
+        # The owners whose state was copied or erased, which is never undone, or is not in the source,
+        # which does not change any more.
+        settled: Lru[Ids, bool]
+        settled = await self._runner.cached_object(self, lambda: Lru(_CACHED_OWNERS))
         owners: list[Ids] = [(app_name,), *((app_name, user_id) for user_id in user_ids)]
-        unsettled = {owner for owner in owners if not cache.get(owner)}
+        unsettled = {owner for owner in owners if not settled.get(owner)}
         if not unsettled:
             return
         uncopied = unsettled - (await self._imports.rows_for(unsettled)).keys()
@@ -422,7 +418,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 "the state in the plaintext source is not used"
             )
         for owner in unsettled:
-            cache.put(owner, True)
+            settled.put(owner, True)
         self._state_copies += 1
 
     async def _copy_session(self, ids: Ids) -> bool:
