@@ -331,9 +331,6 @@ CHANGES = {
     "text for a flag": '{"author": "a", "id": "e", "timestamp": "2", "turn_complete": "yes"}',
     "null fields": '{"author": "a", "id": "e", "timestamp": 2, "branch": null,'
     ' "content": {"parts": [{"text": "t", "thought": null}]}, "custom_metadata": {"a": null}}',
-}
-# SqliteSessionService cannot store these, or returns another event in each read.
-CHANGES_OF_V1 = {
     "only a time": '{"author": "a", "timestamp": 1}',
     "no fields": "{}",
     "NULL": "event_data = NULL",
@@ -344,28 +341,21 @@ CHANGES_OF_V1 = {
 @pytest.mark.skipif(ADK < (2, 7), reason="the column was used for the time of an event")
 @pytest.mark.parametrize(
     "kind",
-    [
-        "v1-sqlite",
-        "v1-postgresql",
-        "sqlite-service",
-        pytest.param("v1-mysql", marks=[pytest.mark.soak]),
-    ],
+    ["v1-sqlite", "v1-postgresql", pytest.param("v1-mysql", marks=[pytest.mark.soak])],
 )
 async def test_columns_override_fields_as_in_google_adk(adk: Adk) -> None:
-    is_v1 = adk.kind != "sqlite-service"
-    changes = {**CHANGES, **(CHANGES_OF_V1 if is_v1 else {})}
-    for name in changes:
+    for name in CHANGES:
         await fill(adk.service, [said(id="e", at=START)], session_id=name)
-    for name, change in changes.items():
+    for name, change in CHANGES.items():
         parameters: dict[str, object] = {"name": name}
         if ":time" in change:
-            parameters["time"] = datetime(2025, 1, 2, 3, 4, 5, 678901) if is_v1 else 1.25
+            parameters["time"] = datetime(2025, 1, 2, 3, 4, 5, 678901)
         if change.lstrip().startswith("{"):
             parameters["data"] = change
             change = f"event_data = {json_parameter(adk)}"
         adk.run(f"UPDATE events SET {change} WHERE session_id = :name", parameters)
     async with adk.source() as source:
-        assert await assert_same_as_adk(adk.service, source) == len(changes)
+        assert await assert_same_as_adk(adk.service, source) == len(CHANGES)
 
 
 @pytest.mark.parametrize("kind", ["sqlite-service"])

@@ -102,32 +102,24 @@ EventReader = Callable[[Row, tzinfo | None], SourceEvent]
 JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 
 
-def convert_json_row(row: Row, zone: tzinfo | None, *, overrides: bool = True) -> SourceEvent:
+def convert_json_row(row: Row, zone: tzinfo | None) -> SourceEvent:
     """Convert the columns `JSON_COLUMNS` of google-adk's tables with JSON.
 
-    In schema v1, the columns `id` and `invocation_id` override the fields of the JSON.
-    `SqliteSessionService` reads only the JSON and, without an id, would create a new one.
+    The columns `id` and `invocation_id` override the fields of the JSON, as in schema v1.
+    `SqliteSessionService`, which writes the same values to both, reads only the JSON.
     """
     event_id, invocation_id, timestamp, event_data = row
-    names = {"id": to_text(event_id)}
-    if overrides:
-        names["invocation_id"] = to_text(invocation_id)
+    names = {"id": to_text(event_id), "invocation_id": to_text(invocation_id)}
     stored = b"{}" if event_data is None else to_bytes(event_data)
-    return convert_event_json(stored, names, timestamp, zone, overrides=overrides)
+    return convert_event_json(stored, names, timestamp, zone)
 
 
 def convert_event_json(
-    stored: bytes,
-    columns: dict[str, str],
-    timestamp: object,
-    zone: tzinfo | None,
-    *,
-    overrides: bool = True,
+    stored: bytes, columns: dict[str, str], timestamp: object, zone: tzinfo | None
 ) -> SourceEvent:
-    """Convert the JSON of an event.
+    """Convert the JSON of an event; the values of *columns* replace its fields.
 
-    The values of *columns* are used if the JSON lacks these fields or, with *overrides*, in any
-    case.  *timestamp* is used only if the JSON has none: google-adk would use the present time.
+    *timestamp* is used only if the JSON has none: google-adk would use the present time.
     """
     accepted = None if _TEMPORARY in stored else events.encode_adk_json(stored)
     if accepted is not None:
@@ -136,10 +128,7 @@ def convert_event_json(
         are_equal = all(getattr(event, name) == value for name, value in columns.items())
         if are_equal and "timestamp" in event.model_fields_set:
             return SourceEvent(plaintext, microseconds(event.timestamp))
-    fields = _loads(stored)
-    for name, value in columns.items():
-        if overrides or not fields.get(name):
-            fields[name] = value
+    fields = _loads(stored) | columns
     if fields.get("timestamp") is None:
         fields["timestamp"] = to_seconds(timestamp, zone)
     return convert_event(validated(Event, fields))

@@ -154,8 +154,6 @@ class AdkQueries:
             columns = adk_rows.PICKLED_COLUMNS
             self.pickles = PickleReader()
             self._read_event = partial(adk_rows.convert_pickle_row, self.pickles)
-        elif self.kind is TableKind.ADK_SQLITE:
-            self._read_event = partial(adk_rows.convert_json_row, overrides=False)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
             self._text(_EVENTS.c[name]) if name in column_names else sa.null() for name in columns

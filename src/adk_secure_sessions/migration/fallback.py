@@ -396,8 +396,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
         Nothing is stored for an owner that the source does not have.
         """
-        # The owners whose state was copied or erased, which is never undone, or is not in the source,
-        # which does not change any more.
+        # The owners whose state was copied or erased, which is never undone, or is not in the
+        # source, which does not change any more.
         settled: Lru[Ids, bool]
         settled = await self._runner.cached_object(self, lambda: Lru(_CACHED_OWNERS))
         owners: list[Ids] = [(app_name,), *((app_name, user_id) for user_id in user_ids)]
