@@ -261,7 +261,7 @@ class Write(StorageOperation[T]):
 
     In the audit trail, *audited_as* says what the transaction changes.  If *locks_rows* is True,
     each attempt locks rows before it reads them, and all its requests are one transaction.
-    Otherwise, asyncpg commits each request separately.  All writes run *lock_queries* in the order
+    Otherwise, asyncpg commits each request separately.  All writes run `lock_queries` in the order
     session, app, user: with different orders, two of them could wait for each other.
     """
 
@@ -269,9 +269,6 @@ class Write(StorageOperation[T]):
     audited_as: ClassVar[str]
 
     locks_rows: bool = field(default=False, init=False)
-    lock_queries: Sequence[sa.Executable] = field(
-        default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False
-    )
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next
     # attempt finds out whether the value is in the database.
@@ -294,9 +291,13 @@ class Write(StorageOperation[T]):
             raise
 
     def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
-        for query in self.lock_queries:
+        for query in self.lock_queries():
             yield Read(query, attempt.identity.tags())
         return (yield from self.steps(attempt, owner_changes))
+
+    def lock_queries(self) -> Sequence[sa.Executable]:
+        """Return the queries that lock rows."""
+        return sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER
 
     @abstractmethod
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:

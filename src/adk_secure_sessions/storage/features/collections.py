@@ -1,7 +1,7 @@
 """Collections: named lists of items, in which services store artifacts and memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -249,13 +249,13 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     locks_rows = True  # the number of items has no limit, so several requests insert them
-    lock_queries: Sequence[sa.Executable] = field(
-        default=(sql.LOCK_SESSION, sql.LOCK_USER), init=False
-    )
 
     expected: SessionVersion
     items: Sequence[bytes]
     now: int
+
+    def lock_queries(self) -> Sequence[sa.Executable]:
+        return sql.LOCK_SESSION, sql.LOCK_USER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_with_last_event(attempt)

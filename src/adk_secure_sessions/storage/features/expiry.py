@@ -1,6 +1,7 @@
 """Expiry without a command: each new session deletes at most two sessions that have expired."""
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from operator import attrgetter
@@ -55,7 +56,7 @@ class Expiry:
         self._runner = runner
         self.feature: Feature = Feature(runner, FeatureName.EXPIRY)
         self._create_index = create_index
-        self._has_index: bool | None = None  # None: not known yet
+        self._has_index = False
         self._paused_until = 0.0  # monotonic seconds
 
     async def delete_some(self, delete: Delete) -> None:
@@ -65,8 +66,9 @@ class Expiry:
         An error is logged and counted: the next session that is created tries again.
         """
         try:
-            if time.monotonic() < self._paused_until or not await self._index_exists():
+            if time.monotonic() < self._paused_until:
                 return
+            await self._ensure_index()
             now = time_now()
             rows = await self._runner.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ})
             expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
@@ -79,19 +81,18 @@ class Expiry:
             text = error if isinstance(error, SecureSessionError) else type(error).__name__
             logger.warning("expired sessions were not deleted: %s", text)
 
-    async def _index_exists(self) -> bool:
-        if self._has_index is None:
+    async def _ensure_index(self) -> None:
+        if not self._has_index:
             try:
-                await self._runner.run_on_data(self._ensure_index)
+                await self._runner.run_on_data(self._create_missing_index)
             except SecureSessionError as error:
-                if error.retryable:
-                    raise
-                self._has_index = False  # perhaps the account may not create indexes
-                raise ConfigurationError(f"run `{_CREATE_INDEX}` and restart: {error}") from None
+                if not error.retryable:
+                    self._paused_until = math.inf  # perhaps the account may not create indexes
+                    error = ConfigurationError(f"run `{_CREATE_INDEX}` and restart: {error}")
+                raise error from None
             self._has_index = True
-        return self._has_index
 
-    def _ensure_index(self, connection: sa.Connection) -> None:
+    def _create_missing_index(self, connection: sa.Connection) -> None:
         with dialect_of(connection).exclusively(connection):
             indexes = sa.inspect(connection).get_indexes(sessions.name)
             if any(one["name"] == INDEX for one in indexes):

@@ -8,7 +8,7 @@ service has changed since.  The column `seal` of each row is a MAC: see docs/for
 
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -246,11 +246,6 @@ class ImportSession(_Import[ImportStatus]):
     *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
 
-    # Not the app: long imports would wait for each other.
-    lock_queries: Sequence[sa.Executable] = field(
-        default=(sql.LOCK_SESSION, sql.LOCK_USER), init=False
-    )
-
     state: bytes
     events: Sequence[SourceEvent]
     times: tuple[int, int, int]
@@ -262,6 +257,10 @@ class ImportSession(_Import[ImportStatus]):
         self._groups = event_groups(self.events)
         self.locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
+
+    def lock_queries(self) -> Sequence[sa.Executable]:
+        # Not the app: long imports would wait for each other.
+        return sql.LOCK_SESSION, sql.LOCK_USER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
         if attempt.may_skip_read and not self.replace and (cached := cached_owners(attempt)):

@@ -205,9 +205,8 @@ class CorrectIndexRows(Write[int]):
     keys: Collection[bytes]
     of_user: bool
 
-    def __post_init__(self) -> None:
-        query = sql.LOCK_USER if self.of_user else sql.LOCK_SESSION
-        self.lock_queries: Sequence[sa.Executable] = (query,)
+    def lock_queries(self) -> Sequence[sa.Executable]:
+        return (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
