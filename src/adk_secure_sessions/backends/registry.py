@@ -124,20 +124,20 @@ def backends_for(
     `NO_OP` may *specs* be empty.
     """
     roots = [_root(spec) for spec in specs]
-    made: list[EncryptionBackend] = []
+    backends: list[EncryptionBackend] = []
     for name in dict.fromkeys(names):
         if name == NO_OP:
             with warnings.catch_warnings():
                 # Do not warn again: the documentation of the name `no-op` contains this warning.
                 warnings.simplefilter("ignore")
-                made.append(NoOpBackend())
+                backends.append(NoOpBackend())
         else:
-            made += [_CIPHERS[name](root) for root in roots]
+            backends += [_CIPHERS[name](root) for root in roots]
     # A service has only the root keys of its backends.  If no-op is the only name, add a backend
     # for each root key, so that the service can unwrap the master keys.  Any cipher would do.
     if not set(names) - {NO_OP}:
-        made += [AesGcmBackend(root) for root in roots]
-    return made[0], made[1:]
+        backends += [AesGcmBackend(root) for root in roots]
+    return backends[0], backends[1:]
 
 
 def _root(spec: str) -> KeyProvider:

@@ -116,14 +116,14 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             return  # the slots are those of the parent process, too
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
         # no operation is running.
-        taken = 0
+        slots = 0
         async with self._locks.lock("close"):  # two calls with some slots each would wait for ever
             try:
-                while taken < self._max_idle:
+                while slots < self._max_idle:
                     await self._slots.acquire()
-                    taken += 1
+                    slots += 1
             finally:  # also if the caller was cancelled
-                for _ in range(taken):
+                for _ in range(slots):
                     self._slots.release()
         await super().close()
 

@@ -151,26 +151,26 @@ class RemoteKey(RootKey):
                 "check the address, the credentials, and the proxy settings",
             ) from None
 
-    def _failure(self, what: str, check: str, *, retryable: bool = False) -> KeyServiceError:
+    def _failure(self, cause: str, advice: str, *, retryable: bool = False) -> KeyServiceError:
         """Return an error without the text of the service's answer, which may contain a key."""
-        return KeyServiceError(f"root key {self.key_id!r}: {what}; {check}", retryable=retryable)
+        return KeyServiceError(f"root key {self.key_id!r}: {cause}; {advice}", retryable=retryable)
 
     def _known_error(self, name: str) -> KeyServiceError:
         """Return the error for the entry *name* of `_advice`: the cause, and what to do."""
-        what, check = self._advice[name]
-        return self._failure(f"{what} ({name})", check)
+        cause, advice = self._advice[name]
+        return self._failure(f"{cause} ({name})", advice)
 
     def _other_error(self, service: str, code: object, *, retryable: bool) -> KeyServiceError:
         """Return the error for an answer of *service* with a *code* that has no advice."""
         if retryable:
-            what, check = "cannot answer now", "check its status and quotas"
+            cause, advice = "cannot answer now", "check its status and quotas"
         else:
-            what, check = "rejects the call", "check the kind and state of the key"
-        return self._failure(f"{service} {what} ({code})", check, retryable=retryable)
+            cause, advice = "rejects the call", "check the kind and state of the key"
+        return self._failure(f"{service} {cause} ({code})", advice, retryable=retryable)
 
-    def _unreachable(self, what: str) -> KeyServiceError:
-        check = "check its address, the network and its status"
-        return self._failure(f"the key service {what}", check, retryable=True)
+    def _unreachable(self, cause: str) -> KeyServiceError:
+        advice = "check its address, the network and its status"
+        return self._failure(f"the key service {cause}", advice, retryable=True)
 
 
 def _silence_libraries() -> None:

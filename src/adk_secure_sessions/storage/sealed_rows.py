@@ -85,10 +85,10 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
         table, user_id = table_of(row), ""
         with locating_errors(table.name, row.id):
             context = table.context((attempt.identity.app_name,), row)
-            rest = attempt.keys.open(row.tag, context, row.state)
+            fields = attempt.keys.open(row.tag, context, row.state)
             if isinstance(row, UserRow):
-                user_id, rest = records.split_id(rest)
-            link, key_ids, state = records.split_owner(rest)
+                user_id, fields = records.split_id(fields)
+            link, key_ids, state = records.split_owner(fields)
             _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
@@ -177,8 +177,8 @@ def _decrypt_session(
     with locating_errors(SESSIONS.name, row.id):
         context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.row.tag, context, row.state)
-        session_id, rest = records.split_id(plaintext)
-        head, snapshot_link, overlay = records.split_session(rest)
+        session_id, fields = records.split_id(plaintext)
+        head, snapshot_link, overlay = records.split_session(fields)
         if row.user_row != user.row.id:
             raise TamperedError("it belongs to another user", Reason.WRONG_OWNER)
         has_snapshot = row.has_snapshot

@@ -225,12 +225,12 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
                 masters = [MasterKeyRow(*row) for row in rows]
     others = [table for table in readable if table not in (schema.meta_table, keyring)]
     any_row = sa.or_(sa.false(), *(sa.select(table).exists() for table in others))
-    used = bool(others and connection.scalar(sa.select(any_row)))
+    is_used = bool(others and connection.scalar(sa.select(any_row)))
     return Survey(
         frozenset(table.name for table in tables),
         tuple(conflicting),
         {"sessions", "events"} <= present,
-        used,
+        is_used,
         values,
         masters,
         number,

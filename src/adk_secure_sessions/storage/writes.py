@@ -331,8 +331,8 @@ class CreateSession(Write[SessionView]):
         if stored and stored.row.id not in self._unconfirmed:
             raise DuplicateSession(has_expired=stored.has_expired)
         if stored and user and app:  # others may have changed it since
-            sent = self._unconfirmed[stored.row.id]
-            return SessionView(sent, user.user_id, app.state, user.state)
+            new = self._unconfirmed[stored.row.id]
+            return SessionView(new, user.user_id, app.state, user.state)
         app = owner_changes.ensure_app(app, self.app_delta)
         changed = owner_changes.ensure_user(user, app.row.id, self.user_delta)
         session, other_inserts = self._new_session(attempt, changed.row.id)

@@ -105,8 +105,8 @@ class SearchIndex:
         if not self.state_keys:
             return
         keyring = await self._runner.keyring()
-        seen, declared = self._declared
-        if seen is not keyring:
+        declared_with, declared = self._declared
+        if declared_with is not keyring:
             declared = set()
         elif app_name in declared:
             return
