@@ -9,7 +9,7 @@ from google.adk.events import Event, EventActions
 from google.adk.sessions import State
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel, ValidationError
-from pydantic_core import SchemaSerializer, to_json, to_jsonable_python
+from pydantic_core import SchemaSerializer, to_json
 
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
@@ -159,7 +159,8 @@ def _fields(event: Event) -> JsonObject:
         # keeps the None fields of the models inside that value.  In this case, use the original
         # value, which still contains these models with all their fields.
         value = getattr(event.actions, name, None)
-        if not _has_json_form(value):
+        _, is_lossy = json_text.json_form(value, "utf8")
+        if is_lossy:
             fields["actions"][name] = value
     return fields
 
@@ -191,14 +192,6 @@ def _dumped_value(value: Any) -> Any:
             for key, item in value.items()
         }
     return value
-
-
-def _has_json_form(value: object) -> bool:
-    try:
-        to_jsonable_python(value)
-    except Exception:
-        return False
-    return True
 
 
 def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Event:

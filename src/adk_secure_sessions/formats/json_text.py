@@ -189,7 +189,7 @@ def to_values(
                 continue
             problem = "the value is circular, or its depth exceeds the limit"
         else:
-            form, is_text = _json_form(value, bytes_mode)
+            form, is_text = json_form(value, bytes_mode)
             replaced |= is_text
             todo.append((form, into, key, outer))
             continue
@@ -212,7 +212,8 @@ def exact_values(root: JsonObject, levels: int, name: str) -> JsonObject:
     return values
 
 
-def _json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
+def json_form(value: object, bytes_mode: Any) -> tuple[Any, bool]:
+    """Return *value* as JSON values, and whether a value without JSON form became its text."""
     try:
         return to_jsonable_python(value, bytes_mode=bytes_mode), False
     except Exception:

@@ -179,15 +179,11 @@ class Collections:
         return bool(await self._runner.run(DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
-        loaded = await self._runner.run(GetSession(identity, _item, limit))
+        loaded = await self._runner.run(GetSession(identity, lambda item, *_: item, limit))
         if loaded is None:
             return None
         view, items = loaded
         return Collection(identity.session_id, view.session.id_and_revision, tuple(items))
-
-
-def _item(plaintext: bytes, _row: int, _seq: int) -> bytes:
-    return plaintext
 
 
 @dataclass(eq=False, repr=False)
