@@ -86,31 +86,31 @@ class FaultyExecutor:
         self._guard = threading.Lock()  # SQLite's transactions run on threads
         self.counts = Counter[Point]()  # how often each point was reached
 
-    def before(
-        self,
-        point: Point,
-        fault: Fault,
-        *,
-        nth: int | None = 1,
-        when: When = lambda step, answer: True,
-    ) -> Plan:
+    def before(self, point: Point, fault: Fault, **options: Any) -> Plan:
         """Plan *fault*, an exception to raise or a function (also a coroutine function) to call.
 
         It happens before *point*, the *nth* time from now on (None: each time); *when* says which
         times count, by what is asked.  The returned plan says how often it `happened`.
         """
-        return self._plan(point, fault, nth, when, is_after=False)
+        return self._plan(point, fault, is_after=False, **options)
 
-    def after(
+    def after(self, point: Point, fault: Fault, **options: Any) -> Plan:
+        """Plan *fault* after *point*, as `before` does; *when* is also given the answer."""
+        return self._plan(point, fault, is_after=True, **options)
+
+    def _plan(
         self,
         point: Point,
         fault: Fault,
         *,
+        is_after: bool,
         nth: int | None = 1,
         when: When = lambda step, answer: True,
     ) -> Plan:
-        """Plan *fault* after *point*, as `before` does; *when* is also given the answer."""
-        return self._plan(point, fault, nth, when, is_after=True)
+        plan = Plan(point, is_after, fault, nth, when)
+        with self._guard:
+            self._plans.append(plan)
+        return plan
 
     def forget(self) -> None:
         """Drop all plans."""
@@ -178,14 +178,6 @@ class FaultyExecutor:
             return result
         finally:
             steps.close()
-
-    def _plan(
-        self, point: Point, fault: Fault, nth: int | None, when: When, *, is_after: bool
-    ) -> Plan:
-        plan = Plan(point, is_after, fault, nth, when)
-        with self._guard:
-            self._plans.append(plan)
-        return plan
 
     async def _pass(
         self,

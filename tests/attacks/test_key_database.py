@@ -34,6 +34,7 @@ from tests.key_database.support import (
     run_sql,
     tables,
 )
+from tests.maintenance.support import Killed
 from tests.servers import for_service
 from tests.sqlite_files import settle
 
@@ -232,10 +233,6 @@ async def test_keyring_inserted_into_the_data_is_rejected(files: Pair, tmp_path:
 
 
 # --- moving the keys -----------------------------------------------------------------------------
-
-
-class Killed(Exception):
-    """Ends a run of the command, as if its process had been killed."""
 
 
 async def test_data_rolled_back_to_an_unfinished_move_does_not_delete_keys_in_use(

@@ -28,6 +28,11 @@ class Kms:
 
     def __init__(self) -> None:
         self._moto: Any = DomainDispatcherApplication(create_backend_app)
+        self.port = 0
+        self._thread: threading.Thread | None = None
+        self.forget()
+
+    def forget(self) -> None:
         self.operations: list[str] = []  # of providers, in order
         self.contexts: list[dict[str, str]] = []
         self.signers: list[tuple[str, str]] = []  # access key id and region of each signature
@@ -35,17 +40,6 @@ class Kms:
         self.answer: bytes | None = None  # sent instead of every answer
         self.credentials: tuple[int, bytes] | None = None  # status and answer of STS
         self.delay = 0.0  # seconds, before each answer
-        self.port = 0
-        self._thread: threading.Thread | None = None
-
-    def forget(self) -> None:
-        self.operations.clear()
-        self.contexts.clear()
-        self.signers.clear()
-        self.failures.clear()
-        self.answer = None
-        self.credentials = None
-        self.delay = 0.0
 
     def start(self) -> None:
         if self._thread is not None and self._thread.is_alive():

@@ -31,7 +31,6 @@ class CloudKms:
     def __init__(self) -> None:
         self.keys = {f"{RING}/{name}": AESGCM(AESGCM.generate_key(256)) for name in "abc"}
         self.operations: list[str] = []
-        self.requests: list[Any] = []
         self.failures: list[str] = []  # names of status codes, for the next calls
         self.delay = 0.0  # seconds, before each answer
         self.mismatch = "the crc32c does not match"  # the text about a wrong checksum
@@ -66,7 +65,6 @@ class CloudKms:
     def _handler(self, answer: Any, request: Any, response: Any) -> Any:
         def handle(asked: Any, context: Any) -> Any:
             self.operations.append(type(asked).__name__)
-            self.requests.append(asked)
             time.sleep(self.delay)
             if "authorization" not in dict(context.invocation_metadata()):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "no credentials")

@@ -20,15 +20,15 @@ from tests.servers import Server
 
 KEY = bytes(range(32))
 PROCESSES = 4
-DRIVERS = {
-    "sqlite": None,
-    "postgresql+asyncpg": "postgresql",
-    "postgresql+psycopg": "postgresql",
-    "mariadb+asyncmy": "mariadb",
-    "pgbouncer": "pgbouncer",
-    "serializable": "serializable",
-    "serializable-psycopg": "serializable",
-    "galera": "galera",
+DRIVERS: dict[str, tuple[str, str | None]] = {
+    "sqlite": ("sqlite+aiosqlite", None),
+    "postgresql+asyncpg": ("postgresql+asyncpg", "postgresql"),
+    "postgresql+psycopg": ("postgresql+psycopg", "postgresql"),
+    "mariadb+asyncmy": ("mariadb+asyncmy", "mariadb"),
+    "pgbouncer": ("postgresql+asyncpg", "pgbouncer"),
+    "serializable": ("postgresql+asyncpg", "serializable"),
+    "serializable-psycopg": ("postgresql+psycopg", "serializable"),
+    "galera": ("mariadb+asyncmy", "galera"),
 }
 _LATER = ["galera", "sqlite", "postgresql+psycopg", "pgbouncer", "serializable-psycopg"]
 
@@ -42,16 +42,11 @@ Say = Callable[[object], None]
 )
 def databases(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
     """The URLs of one database; of a cluster, one for each node."""
-    name: str = request.param
-    if (fixture := DRIVERS[name]) is None:
-        yield [f"sqlite+aiosqlite:///{tmp_path}/sessions.db"]
+    driver, fixture = DRIVERS[request.param]
+    if fixture is None:
+        yield [f"{driver}:///{tmp_path}/sessions.db"]
         return
     server: Server = request.getfixturevalue(fixture)
-    driver = name if "+" in name else "postgresql+asyncpg"
-    if name == "serializable-psycopg":
-        driver = "postgresql+psycopg"
-    if name == "galera":
-        driver = "mariadb+asyncmy"
     with server.database() as url:
         urls = [url.set(drivername=driver)]
         if isinstance(server, Galera):
