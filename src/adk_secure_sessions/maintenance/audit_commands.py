@@ -214,14 +214,14 @@ async def purge_audit(
         if not isinstance(last_time, int) or last_time >= before:
             continue
         bad, purge_records = trail.problems.count, trail.purge_records
-        end = await trail.check(chain)
+        last = await trail.check(chain)
         if trail.problems.count != bad:
             continue
-        if end is None:
+        if last is None:
             continue
-        if trail.purge_records == purge_records and (dry_run or await _delete(db, chain, end)):
+        if trail.purge_records == purge_records and (dry_run or await _delete(db, chain, last)):
             result.chains += 1
-            result.records += end.number + 1
+            result.records += last.number + 1
         else:
             result.kept += 1
     trail.meter.finish()
@@ -402,12 +402,12 @@ def _head_in(line: str, database_id: bytes) -> tuple[bytes, int, bytes] | None:
     return (chain, number, link) if is_head else None
 
 
-async def _delete(db: Database, chain: bytes, end: _LastRecord) -> bool:
+async def _delete(db: Database, chain: bytes, last: _LastRecord) -> bool:
     """Delete a chain in one transaction; return False if it has changed."""
-    assert end.link is not None, "the chain was checked"
-    key = {"at_chain": chain, "at_number": end.number}
+    assert last.link is not None, "the chain was checked"
+    key = {"at_chain": chain, "at_number": last.number}
     changes = [Change(_DELETE_LAST, key), Change(_DELETE_OTHERS, key, must_match_one_row=False)]
-    purged = {"chain": chain.hex(), "number": end.number, "head": end.link.hex()}
+    purged = {"chain": chain.hex(), "number": last.number, "head": last.link.hex()}
     database = (await db.keyring()).database_id.hex()
     entry = audit.new_entry(_PURGE_EVENT, database=database, chains=[purged])
     try:

@@ -47,8 +47,8 @@ async def vacuum(db: Database) -> Vacuum:
     database is rewritten after the data database.  Services wait while a table is rewritten.  Logs,
     replicas and backups are not cleared.
     """
-    names = (await db.survey()).tables
-    feature_tables = tuple(table for table in FEATURE_TABLES if table.name in names)
+    present_names = (await db.survey()).tables
+    feature_tables = tuple(table for table in FEATURE_TABLES if table.name in present_names)
     data, keys = db.runner.executors
     by_executor = {data: TableSet.DATA.tables + feature_tables}
     by_executor[keys] = tuple(dict.fromkeys(by_executor.get(keys, ()) + TableSet.KEYS.tables))

@@ -263,9 +263,9 @@ class AdkQueries:
     ) -> list[SessionWithRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
-        named = [is_exactly(self.dialect, column, name) for column, name in pairs]
+        conditions = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions = self._sessions(
-            connection, named, after, limit, self._text(SESSIONS.c.state), sa.literal(0)
+            connection, conditions, after, limit, self._text(SESSIONS.c.state), sa.literal(0)
         )
         return [(session, row, []) for session, row, _ in sessions]
 

@@ -129,10 +129,10 @@ class ComparisonRun:
         async for batch in self.scan.states():
             for state in batch:
                 await self._compare_state(state)
-        async for changed in self.scan.changed_or_new():
+        async for session in self.scan.changed_or_new():
             result.changed += 1
-            tag = self.scan.tag(changed.ids, has_ids=changed.has_ids)
-            self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *changed.ids)
+            tag = self.scan.tag(session.ids, has_ids=session.has_ids)
+            self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *session.ids)
         async for ids, tag, reason, row in self.scan.gone_copies():
             result.different += row is None
             result.changed += row is not None

@@ -154,14 +154,14 @@ class _ExportRun(ABC):
         self, *, reports: bool = True
     ) -> AsyncIterator[Mapping[Ids, SessionContent]]:
         """Yield the sessions in batches; with *reports*, reject those that cannot be decrypted."""
-        async for listed in self._source.sessions(self._selection):
+        async for batch in self._source.sessions(self._selection):
             if self._user_id is not None:
-                listed = [
+                batch = [
                     session
-                    for session in listed
+                    for session in batch
                     if session.user_id == self._user_id or not session.has_ids
                 ]
-            contents = await self._source.read(listed)
+            contents = await self._source.read(batch)
             for session in contents:
                 self._record_user(session.app_name, session.user_id)
             yield {

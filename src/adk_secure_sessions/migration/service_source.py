@@ -90,8 +90,8 @@ class ServiceSource(Source):
         return f"a {type(self._service).__name__}"
 
     async def count(self, selection: Selection) -> int:
-        listed = [await self._listed(name, selection.since) for name in self._apps(selection)]
-        return sum(map(len, listed))
+        by_app = [await self._listed(name, selection.since) for name in self._apps(selection)]
+        return sum(map(len, by_app))
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
         size = _AT_ONCE if self._compares_events else _BATCH
@@ -112,12 +112,12 @@ class ServiceSource(Source):
         return known | await self._read([key for key in sessions if key not in known])
 
     async def _read(
-        self, listed: Sequence[SourceSession], *, counts_events: bool = False
+        self, keys: Sequence[SourceSession], *, counts_events: bool = False
     ) -> dict[SourceSession, _Content]:
         """Read sessions; with *counts_events*, their etags contain the number of events."""
         contents = {}
-        service_sessions = await in_groups(_AT_ONCE, self._get, listed)
-        for key, session in zip(listed, service_sessions, strict=True):
+        service_sessions = await in_groups(_AT_ONCE, self._get, keys)
+        for key, session in zip(keys, service_sessions, strict=True):
             if session is not None:
                 if counts_events:
                     etag = f"{session.last_update_time!r} {len(session.events)}"
@@ -127,10 +127,10 @@ class ServiceSource(Source):
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for app_name in self._apps(selection):
-            listed = await self._listed(app_name)
+            sessions = await self._listed(app_name)
             by_user: dict[str, list[SourceSession]]
             by_user = {user_id: [] for user_id in self._user_ids.get(app_name, ())}
-            for source_session in listed:
+            for source_session in sessions:
                 by_user.setdefault(source_session.user_id, []).append(source_session)
             users = sorted(by_user.items())
             for start in range(0, len(users), _AT_ONCE):
@@ -141,7 +141,7 @@ class ServiceSource(Source):
                     for (user_id, _), state in zip(batch, states, strict=True)
                     if state is not None
                 }
-            session = await self._newest(listed)
+            session = await self._newest(sessions)
             if session is not None:
                 app_state = json_text.split_scopes(session.state).app
                 yield {(app_name,): try_convert(encoded_state, app_state)}
@@ -174,16 +174,16 @@ class ServiceSource(Source):
             **options,
         )
 
-    async def _newest(self, listed: Sequence[SourceSession]) -> Session | None:
+    async def _newest(self, sessions: Sequence[SourceSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
-        for candidate in sorted(listed, key=lambda candidate: float(candidate.etag), reverse=True):
+        for candidate in sorted(sessions, key=lambda session: float(session.etag), reverse=True):
             session = await self._get(candidate, config=GetSessionConfig(num_recent_events=0))
             if session is not None:
                 return session
         return None
 
     async def _user_state(
-        self, app_name: str, user_id: str, listed: Sequence[SourceSession]
+        self, app_name: str, user_id: str, sessions: Sequence[SourceSession]
     ) -> JsonObject | None:
         get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
         if get is not None:  # google-adk 2.6 and later
@@ -191,7 +191,7 @@ class ServiceSource(Source):
                 return dict(await get(app_name=app_name, user_id=user_id))
             except NotImplementedError:
                 pass
-        session = await self._newest(listed)
+        session = await self._newest(sessions)
         return None if session is None else json_text.split_scopes(session.state).user
 
 

@@ -111,21 +111,21 @@ class SourceScan:
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
-        async for listed in self._list_sessions():
-            items = await self._session_items(listed)
+        async for batch in self._list_sessions():
+            items = await self._session_items(batch)
             for item in items:
                 self._tags.add((item.tag,))
-            if others := [item for item in items if item.status not in self.statuses_to_read]:
-                yield others
+            if unread := [item for item in items if item.status not in self.statuses_to_read]:
+                yield unread
             due = [item for item in items if item.status in self.statuses_to_read]
-            if read := await self._with_contents(due):
-                yield read
+            if items_read := await self._with_contents(due):
+                yield items_read
 
     async def _list_sessions(self) -> AsyncIterator[Sequence[SourceSession]]:
-        async for listed in self.source.sessions(self.selection):
-            self.has_unknown_ids |= not all(session.has_ids for session in listed)
-            self._app_names.update(session.app_name for session in listed)
-            yield listed
+        async for batch in self.source.sessions(self.selection):
+            self.has_unknown_ids |= not all(session.has_ids for session in batch)
+            self._app_names.update(session.app_name for session in batch)
+            yield batch
 
     async def read_again(self, item: SessionItem) -> SessionItem | None:
         """Return *item* with its present status and content; None if the source deleted it."""
@@ -145,8 +145,8 @@ class SourceScan:
     async def changed_or_new(self) -> AsyncIterator[SourceSession]:
         """Yield the sessions that were created or changed in the source since they were listed."""
         await self._find_unseen_copies()
-        async for listed in self._list_sessions():
-            for session in listed:
+        async for batch in self._list_sessions():
+            for session in batch:
                 if self._unseen_copies:
                     self._unseen_copies.pop(self.tag(session.ids), None)
                 if session not in self.visited:
@@ -196,18 +196,18 @@ class SourceScan:
                 if (key_tag,) not in self._tags:
                     self._unseen_copies[key_tag] = row
 
-    async def _session_items(self, listed: Sequence[SourceSession]) -> list[SessionItem]:
+    async def _session_items(self, batch: Sequence[SourceSession]) -> list[SessionItem]:
         if self.index_master is None:
-            return [SessionItem(session.ids, None, session=session) for session in listed]
-        tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in listed}
+            return [SessionItem(session.ids, None, session=session) for session in batch]
+        tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in batch}
         # Read these before the copies: one transaction stores a copy and its row.
         read, wanted = self.target.runner.read, filter(None, tags.values())
-        stored = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, wanted)}
-        known = (session.ids for session in listed if session.has_ids)
-        copies = await self.target.imports.rows_for(known)
+        stored_tags = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, wanted)}
+        known_ids = (session.ids for session in batch if session.has_ids)
+        copies = await self.target.imports.rows_for(known_ids)
         items: list[SessionItem] = []
         for session, tag in tags.items():
-            status, number = ImportStatus.SAME_ID if tag in stored else ImportStatus.NEW, 0
+            status, number = ImportStatus.SAME_ID if tag in stored_tags else ImportStatus.NEW, 0
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
