@@ -45,7 +45,6 @@ from adk_secure_sessions.storage.survey import (
     TableSet,
     require_same_database,
     require_usable,
-    survey_database,
     take_survey,
 )
 from adk_secure_sessions.storage.table_walk import key_ranges, pages
@@ -190,10 +189,6 @@ class _Move:
         data, keys = await self._db.survey_each()
         executors, backends = self._db.runner.executors, self._db.runner.backends
         await retried(lambda: executors.keys.run_sync(_reject_in_memory, commit=False))
-        # If another run has ended since the first survey, the key database seems to be a wrong one.
-        latest_data = await retried(lambda: survey_database(executors.data))
-        if latest_data.table_set is not data.table_set:
-            raise SecureSessionError(_OVERLAPPED, retryable=True)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
         if data.database_id is None:

@@ -126,17 +126,8 @@ async def read_owner(
         identity = await db.runner.identify(app_name)
         if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)
-    checked = await db.runner.run(
-        key_operations.CheckOwner(
-            identity._replace(user_tag=tag) if of_user else identity, of_user=of_user
-        )
-    )
-    if checked is None:
-        return None
-    if of_user and (await db.runner.identify(app_name, checked.owner.user_id)).user_tag != tag:
-        detail = "its tag belongs to another user"
-        raise TamperedError(detail, Reason.WRONG_OWNER, table.name, row.id)
-    return checked
+    identity = identity._replace(user_tag=tag) if of_user else identity
+    return await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
 
 
 async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.CheckedOwner | None:

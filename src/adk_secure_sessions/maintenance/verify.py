@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, WrongKeyError
+from adk_secure_sessions.errors import DecryptionError, Reason, WrongKeyError
 from adk_secure_sessions.formats import memory_items
 from adk_secure_sessions.formats.json_text import load_state, read_event
 from adk_secure_sessions.formats.memory_items import MemoryItem
@@ -257,9 +257,6 @@ class _Verifier:
             # together even if a service is writing.
             is_collection = scanned.row.is_collection
             identity = await self._db.runner.identify(*scanned.require_ids(), is_collection)
-            if identity.session_tag != scanned.row.tag:
-                kind = "collection" if is_collection else "session"
-                raise TamperedError(f"its tag belongs to another {kind}", Reason.WRONG_OWNER)
             is_memory = is_collection and identity.session_id == memory_items.COLLECTION_NAME
 
             def parse(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
