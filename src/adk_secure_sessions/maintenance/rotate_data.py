@@ -268,11 +268,7 @@ class DataRotationRun(RotationRun):
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is _USERS)
         keys = await self._db.runner.load_data_keys(tag)
-        try:
-            records = await _records_of_owner(self._db, keys, table, row)
-        except UnknownKeyError:  # a service with another backend may have created the key since
-            keys = await self._db.runner.load_data_keys(tag)
-            records = await _records_of_owner(self._db, keys, table, row)
+        records = await _records_of_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
         if keys.current(tag) is None and not self._dry_run:
