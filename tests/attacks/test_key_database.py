@@ -23,18 +23,8 @@ from adk_secure_sessions import (
 from adk_secure_sessions.maintenance import erase_user, move_keys, verify
 from tests.attacks.needles import APP, SESSION, USER, found_in, large_state, new_event, state
 from tests.faults import Point, with_faults
-from tests.key_database.support import (
-    KEY,
-    Pair,
-    count,
-    everything,
-    marks,
-    pair_in,
-    query,
-    run_sql,
-    tables,
-)
-from tests.maintenance.support import Killed
+from tests.key_database.support import KEY, Pair, count, everything, marks, pair_in, tables
+from tests.maintenance.support import Killed, query, run_sql
 from tests.servers import for_service
 from tests.sqlite_files import settle
 

@@ -1,8 +1,7 @@
 """A database and its key database, as a `Pair` of URLs.
 
 `pair` (conftest.py) runs a test on several kinds of the two, `files` on two SQLite files.
-`service` and `maintained` open both together; `query` and `run_sql` reach one of them behind the
-services' backs.
+`service` and `maintained` open both together.
 """
 
 from collections.abc import Iterator
@@ -12,19 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import sqlalchemy as sa
-from google.adk.events.event import Event
-from google.adk.events.event_actions import EventActions
 from google.adk.sessions import Session
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database
 from tests.attacks.support import dump
 from tests.faults import Point, with_faults
-from tests.maintenance.support import query, run_sql
+from tests.maintenance.support import APP, query
 from tests.servers import Server, for_service
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
-APP = "clinic"
 
 
 class Pair(NamedTuple):
@@ -92,15 +88,6 @@ def everything(*places: sa.URL) -> object:
     return [dump(file) if file.exists() else None for file in files]
 
 
-def event(number: int = 0, **delta: object) -> Event:
-    return Event(
-        author="agent",
-        invocation_id="i",
-        timestamp=1_700_000_000.0 + number,
-        actions=EventActions(state_delta=delta),
-    )
-
-
 async def create(
     service: EncryptedSessionService,
     user: str = "ada",
@@ -141,24 +128,3 @@ async def make_ada_with_spare_keys(pair: Pair) -> None:
         # The first WRITE finds that a data key is needed.  The second one follows the data key.
         faults.data.before(Point.WRITE, lambda: store_only_keys(pair, "ada"), nth=2)
         await create(service)
-
-
-__all__ = [
-    "APP",
-    "KEY",
-    "OTHER",
-    "Pair",
-    "count",
-    "create",
-    "empty_pair",
-    "event",
-    "everything",
-    "find",
-    "make_ada_with_spare_keys",
-    "marks",
-    "pair_in",
-    "query",
-    "run_sql",
-    "store_only_keys",
-    "tables",
-]

@@ -6,8 +6,8 @@ from adk_secure_sessions import DatabaseError, SecureSessionError, UnknownKeyErr
 from adk_secure_sessions.cli.notes import erasure_notes
 from adk_secure_sessions.maintenance import erase_user, verify
 from tests.faults import Point, with_faults
-from tests.key_database.support import APP, Pair, count, create, event, find
-from tests.maintenance.support import Killed
+from tests.key_database.support import Pair, count, create, find
+from tests.maintenance.support import APP, Killed, event
 
 
 async def test_erased_user_is_gone_from_both_databases(pair: Pair) -> None:

@@ -13,7 +13,8 @@ from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import lookup, purge, record_headers, status, verify
 from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import run
-from tests.key_database.support import APP, KEY, Pair, count, create, event, query
+from tests.key_database.support import KEY, Pair, count, create
+from tests.maintenance.support import APP, event, query
 from tests.servers import for_service
 from tests.sqlite_files import settle
 

@@ -13,19 +13,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.maintenance import Database, init, status
-from tests.key_database.support import (
-    KEY,
-    Pair,
-    count,
-    create,
-    everything,
-    marks,
-    pair_in,
-    query,
-    tables,
-)
+from tests.key_database.support import KEY, Pair, count, create, everything, marks, pair_in, tables
 from tests.maintenance.dying import Statements, dying
-from tests.maintenance.support import plaintext_backend
+from tests.maintenance.support import plaintext_backend, query
 from tests.processes import children, results
 from tests.servers import for_service
 

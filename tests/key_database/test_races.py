@@ -10,18 +10,15 @@ from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.maintenance import erase_user, retire, rotate_data, status, verify
 from tests.faults import Point, with_faults
 from tests.key_database.support import (
-    APP,
     KEY,
     Pair,
     count,
     create,
-    event,
     find,
     make_ada_with_spare_keys,
-    query,
-    run_sql,
     store_only_keys,
 )
+from tests.maintenance.support import APP, event, query, run_sql
 
 
 async def fill(pair: Pair) -> None:

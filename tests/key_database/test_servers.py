@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.key_database.support import APP, Pair, create, event, find
+from tests.key_database.support import Pair, create, find
+from tests.maintenance.support import APP, event
 from tests.servers import Server
 
 pytestmark = pytest.mark.parametrize("pair", ["postgresql mariadb"], indirect=True)

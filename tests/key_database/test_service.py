@@ -20,19 +20,8 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats.records import parse_header
 from adk_secure_sessions.maintenance import retire, verify
 from tests.faults import Point, with_faults
-from tests.key_database.support import (
-    APP,
-    KEY,
-    OTHER,
-    Pair,
-    count,
-    create,
-    event,
-    find,
-    query,
-    run_sql,
-    tables,
-)
+from tests.key_database.support import KEY, OTHER, Pair, count, create, find, tables
+from tests.maintenance.support import APP, event, query, run_sql
 from tests.processes import children, results
 
 Say = Callable[[object], None]

@@ -48,7 +48,7 @@ def plaintext_backend() -> NoOpBackend:
         return NoOpBackend()
 
 
-def event(number: int, **delta: object) -> Event:
+def event(number: int = 0, **delta: object) -> Event:
     return Event(
         author="agent",
         invocation_id="i",

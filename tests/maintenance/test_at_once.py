@@ -60,7 +60,8 @@ from adk_secure_sessions.migration import (
 from tests.cli.support import commands
 from tests.clocks import shifted
 from tests.faults import Point, with_faults
-from tests.key_database.support import APP, KEY, OTHER, Pair, create, event, pair_in
+from tests.key_database.support import KEY, OTHER, Pair, create, pair_in
+from tests.maintenance.support import APP, event
 from tests.migration.adk_sources import fill as fill_adk
 from tests.migration.adk_sources import said
 

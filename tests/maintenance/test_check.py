@@ -10,8 +10,8 @@ from adk_secure_sessions import SecureSessionError
 from adk_secure_sessions.keys.keyring import MAX_MASTERS
 from adk_secure_sessions.maintenance import Check, Database, check, move_keys, separate, status
 from tests.faults import Point, with_faults
-from tests.key_database.support import KEY, OTHER, Pair, create, pair_in, query, run_sql
-from tests.maintenance.support import Killed
+from tests.key_database.support import KEY, OTHER, Pair, create, pair_in
+from tests.maintenance.support import Killed, query, run_sql
 
 _META = "SELECT name || ' ' || value FROM secure_meta"
 # While `separate` stores "separating" in the key database, the data database has the old id.
