@@ -100,7 +100,7 @@ class Problems(CappedList[Problem]):
         self.add_error(TamperedError(detail, reason), table, row)
 
     @contextmanager
-    def listing(self, table: str, row: object) -> Iterator[None]:
+    def recording(self, table: str, row: object) -> Iterator[None]:
         """If the block raises DecryptionError, count and record that row; see `add_error`."""
         try:
             yield

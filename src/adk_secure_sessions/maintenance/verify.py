@@ -229,7 +229,7 @@ class _Verifier:
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self._needed_features.add(FeatureName.MIGRATION)
-                with self.problems.listing(migrated.name, row.tag):
+                with self.problems.recording(migrated.name, row.tag):
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
                         detail = (
@@ -314,7 +314,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         if bad:  # or `rotate master` has wrapped them with a new data master meanwhile
             keyring = await db.reread_keyring()
         for row in bad:
-            with problems.listing(data_keys.name, row.id):
+            with problems.recording(data_keys.name, row.id):
                 unwrap_data_key(row, keyring)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         stored_tags = {
