@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -42,8 +42,6 @@ from adk_secure_sessions.storage.schema import (
 )
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.table_walk import pages
-
-K = TypeVar("K")
 
 
 class KeptKey(NamedTuple):
@@ -149,16 +147,18 @@ async def retire(
     meter.finish()
     known = (await db.reread_keyring()).rows
     key_counts = await _count_by_master(db)
-    attempts: list[_KeyDecision[MasterKeyRow]] = []
+    master_ids: tuple[int, ...] = ()
 
-    def retire_masters(connection: sa.Connection) -> None:
-        attempts.append(_retire_masters(dry_run, known, key_counts, connection))
+    def retire_masters(connection: sa.Connection) -> list[KeptKey]:
+        nonlocal master_ids
+        kept, deleted_ids = _retire_masters(dry_run, known, key_counts, connection)
+        # If the connection was lost during COMMIT, the attempt may have been committed, and the
+        # next one finds nothing.
+        master_ids = deleted_ids or master_ids
+        return kept
 
-    await db.runner.run_on_keys(retire_masters, commit=not dry_run)
-    master_decision = _last_deletion(attempts)
-    kept_keys.extend(master_decision.kept)
-    ids = tuple(row.id for row in master_decision.deletable)
-    return Retirement(deleted, ids, kept_keys.count, tuple(kept_keys.items), spare)
+    kept_keys.extend(await db.runner.run_on_keys(retire_masters, commit=not dry_run))
+    return Retirement(deleted, master_ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
@@ -178,29 +178,22 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
         await throttle.advance(len(page))
 
 
-class _KeyDecision(NamedTuple, Generic[K]):
-    """Replaced keys: those that are kept, those that no row uses, and the number of spare keys."""
+# --- data keys -----------------------------------------------------------------------------------
+
+
+class _KeyDecision(NamedTuple):
+    """An owner's replaced keys, those that are kept and those that no row uses; and the number of
+    spare keys.
+    """
 
     kept: list[KeptKey]
-    deletable: list[K]
+    deletable: list[DataKeyRow]
     spare: int = 0
-
-
-def _last_deletion(attempts: list[_KeyDecision[K]]) -> _KeyDecision[K]:
-    """Return the last decision that has deleted keys; if there is none, the last one.
-
-    If the connection was lost during COMMIT, the attempt may have been committed, and the next one
-    found nothing.
-    """
-    return next((decision for decision in reversed(attempts) if decision.deletable), attempts[-1])
-
-
-# --- data keys -----------------------------------------------------------------------------------
 
 
 async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
-) -> _KeyDecision[DataKeyRow]:
+) -> _KeyDecision:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.runner.read_data_keys([owner_tag])).data_keys
     try:
@@ -212,10 +205,11 @@ async def _retire_data_keys(
     named_ids, decrypted_headers = ids_and_headers
     has_key_database = db.runner.executors.has_key_database
 
-    attempts: list[_KeyDecision[DataKeyRow]] = []
+    deleted: list[DataKeyRow] = []
 
-    def decide_and_delete(connection: sa.Connection) -> None:
+    def decide_and_delete(connection: sa.Connection) -> _KeyDecision:
         """Find the unused keys; delete them, except in a dry run or with a key database."""
+        nonlocal deleted
         remaining, headers = _lock_and_count(
             owner_tag, rows, dry_run, not has_key_database, connection
         )
@@ -224,12 +218,13 @@ async def _retire_data_keys(
         decision = _decide(remaining, named_ids, headers)
         if decision.deletable and not has_key_database and not dry_run:
             _delete_keys(decision.deletable, connection)
-        attempts.append(decision)
+        deleted = decision.deletable or deleted  # as for masters
+        return decision
 
-    await db.runner.run_on_data(decide_and_delete, commit=not dry_run)
-    # With a key database, nothing is deleted yet: what an earlier attempt has found may be in use.
-    decision = attempts[-1] if has_key_database else _last_deletion(attempts)
-    if has_key_database and decision.deletable and not dry_run:
+    decision = await db.runner.run_on_data(decide_and_delete, commit=not dry_run)
+    if not has_key_database:
+        return decision._replace(deletable=deleted)
+    if decision.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
@@ -296,7 +291,7 @@ def _lock_and_count(
 
 def _decide(
     rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: key_operations.HeaderCounts | None
-) -> _KeyDecision[DataKeyRow]:
+) -> _KeyDecision:
     """Divide an owner's replaced data keys into kept and unused.
 
     *named_ids* are the ids in the owner's row.
@@ -383,8 +378,10 @@ def _retire_masters(
     known: Mapping[int, MasterKeyRow],
     key_counts: Counter[int] | None,
     connection: sa.Connection,
-) -> _KeyDecision[MasterKeyRow]:
+) -> tuple[list[KeptKey], tuple[int, ...]]:
     """Delete the replaced data masters that wrap no data key.
+
+    Return those that are kept, and the ids of those that were deleted.
 
     Keep all data masters if the keyring has rows that are not *known*, or if *key_counts* is None.
     Somebody may have modified headers since *key_counts* was counted: the larger number decides.
@@ -400,7 +397,7 @@ def _retire_masters(
     rows = [row for row in known.values() if row.purpose == DATA_MASTER and row in stored]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     if key_counts is None or not stored <= set(known.values()):
-        return _KeyDecision([KeptKey(keyring_table.name, row.id, ()) for row in older], [])
+        return [KeptKey(keyring_table.name, row.id, ()) for row in older], ()
     header = header_column(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
     counts = {header_bytes: int(number) for header_bytes, number in connection.execute(by_header)}
@@ -409,11 +406,10 @@ def _retire_masters(
     now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
     uses = [(row, max(now[row.id], key_counts[row.id]) + unknown) for row in older]
     kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
-    unused = [row for row, number in uses if not number]
-    if unused and not dry_run:
-        ids = [row.id for row in unused]
-        connection.execute(sa.delete(keyring_table).where(keyring_table.c.id.in_(ids)))
-    return _KeyDecision(kept, unused)
+    unused_ids = tuple(row.id for row, number in uses if not number)
+    if unused_ids and not dry_run:
+        connection.execute(sa.delete(keyring_table).where(keyring_table.c.id.in_(unused_ids)))
+    return kept, unused_ids
 
 
 # --- statements ----------------------------------------------------------------------------------
