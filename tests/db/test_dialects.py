@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
+from adk_secure_sessions.db.dialects import any_text, dialect_of, sqlite_sql
 
 
 def test_statement_for_sqlite_is_compiled_once_with_named_parameters() -> None:
@@ -29,10 +29,11 @@ def test_any_text_is_taken_during_the_block_only() -> None:
     query = "SELECT CAST(x'ff' AS TEXT)"
     with engine.connect() as connection:
         driver: Any = connection.connection.driver_connection
-        with SQLITE.decoding(connection, any_text):
+        with dialect_of(connection).decoding(connection, any_text):
             assert connection.exec_driver_sql(query).scalar() == "\\xff"
         assert driver.text_factory is str
-        with pytest.raises(RuntimeError, match="inside"), SQLITE.decoding(connection, any_text):
+        decoding = dialect_of(connection).decoding(connection, any_text)
+        with pytest.raises(RuntimeError, match="inside"), decoding:
             raise RuntimeError("inside")
         assert driver.text_factory is str
     engine.dispose()

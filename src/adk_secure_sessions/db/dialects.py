@@ -348,9 +348,8 @@ def _setting(connection: sa.Connection, show: str, change: str, value: object) -
             connection.exec_driver_sql(change.format(before)).close()
 
 
-SQLITE = _Sqlite("sqlite")
 _DIALECTS = {
-    "sqlite": SQLITE,
+    "sqlite": _Sqlite("sqlite"),
     "postgresql": _PostgreSql("postgresql"),
     "mysql": _MySql("mysql"),
     "mariadb": _MySql("mysql"),

@@ -38,7 +38,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.concurrency import ThreadLock
-from adk_secure_sessions.db.dialects import SQLITE, any_text, sqlite_sql
+from adk_secure_sessions.db.dialects import any_text, sqlite_sql
 from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
     Change,
@@ -176,6 +176,7 @@ def _set_up(driver: sqlite3.Connection, _record: object) -> None:
     driver.execute("PRAGMA secure_delete = ON").close()
     driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
     driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
+    driver.text_factory = any_text
 
 
 class SqliteExecutor:
@@ -619,8 +620,7 @@ class WorkerThread:
             driver.set_progress_handler(self._should_interrupt, _INSTRUCTIONS)
             if not job.reads:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-            with SQLITE.decoding(connection, any_text):
-                self._run(job, connection)
+            self._run(job, connection)
             if not job.reads and job.error is None:
                 self.file.check()
                 connection.commit()
@@ -632,7 +632,6 @@ class WorkerThread:
         if not isinstance(self._engine.pool, sa.pool.StaticPool):
             pooled.detach()  # the thread keeps the connection, so the pool must not count it
         driver.isolation_level = None  # `_run_batch` begins transactions, so the driver must not
-        driver.text_factory = any_text
         driver.set_progress_handler(self._should_interrupt, _INSTRUCTIONS)
         if self._writes:
             _enter_wal(driver)
