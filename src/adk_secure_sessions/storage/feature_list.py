@@ -162,7 +162,7 @@ class Feature:
         self._name = name
         self._create_table = create_table
         # The keyring that was current when the feature was last added or found.
-        self._ensured: Keyring | None = None
+        self._ensured_keyring: Keyring | None = None
         self._locks = LoopLocks()
 
     async def ensure(self) -> None:
@@ -172,28 +172,28 @@ class Feature:
         process has read the keyring again.
         """
         keyring = await self._runner.keyring()
-        if self._ensured is keyring:
+        if self._ensured_keyring is keyring:
             return
         async with self._locks.lock("feature"):
-            if self._ensured is keyring:
+            if self._ensured_keyring is keyring:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
                 create = partial(create_table_of, self._name, may_create=self._create_table)
                 await self._runner.run_on_data(create)
             # If the process stops before this, the next call adds the feature.
             await self._runner.run_on_keys(partial(add_feature, self._name, keyring))
-            self._ensured = keyring
+            self._ensured_keyring = keyring
 
     async def is_added(self) -> bool:
         """Return whether the database has the feature."""
         keyring = await self._runner.keyring()
-        if self._ensured is keyring:
+        if self._ensured_keyring is keyring:
             return True
         # Read the table before the list of features.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
         has_rows = await self._runner.run_on_data(partial(_has_rows_of, self._name), commit=False)
         if await self._is_listed(keyring):
-            self._ensured = keyring
+            self._ensured_keyring = keyring
             return True
         if has_rows:
             raise WrongKeyError(

@@ -80,7 +80,7 @@ class _Chain(HoldsSecrets):
         self.head: ChainHead = ChainHead(0, NO_AUDIT_LINK)
         self.logged: int = 0
         self._cipher = keyring.index_master.audit_cipher(self.database_id, self.id)
-        self._began = time.monotonic(), time.time()
+        self._began_at = time.monotonic(), time.time()
 
     @property
     def is_old(self) -> bool:
@@ -88,7 +88,7 @@ class _Chain(HoldsSecrets):
 
         The monotonic clock stands still while the machine is suspended, so also read the other.
         """
-        elapsed = (time.monotonic() - self._began[0], abs(time.time() - self._began[1]))
+        elapsed = (time.monotonic() - self._began_at[0], abs(time.time() - self._began_at[1]))
         return max(elapsed) >= _MAX_AGE
 
     def seal(self, entries: Sequence[AuditEntry]) -> tuple[list[dict[str, object]], ChainHead]:
@@ -120,12 +120,12 @@ class _Draft:
         try:
             while True:
                 request = steps.send(answer)
-                adds = isinstance(request, Apply) and not self.is_applied
-                if isinstance(request, Apply) and adds:
+                adds_rows = isinstance(request, Apply) and not self.is_applied
+                if isinstance(request, Apply) and adds_rows:
                     request = Apply([*request.changes, *self.changes()])
                     self.is_in_doubt = True
                 answer = yield request
-                if adds:
+                if adds_rows:
                     self.is_applied = self.is_in_doubt = bool(answer)
         except StopIteration as end:
             result: T = end.value
