@@ -138,11 +138,10 @@ class RotationRun(ABC):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            meta_rows = {} if restart else (await self._db.survey()).meta_rows
+            texts = {} if restart else (await self._db.survey()).meta_rows
+            own = {name: text for name, text in texts.items() if name == self._checkpoint}
             index_master = (await self._db.keyring()).index_master
-            for rotation in parse_checkpoints(meta_rows, index_master):
-                if rotation.name != self._name:
-                    continue
+            for rotation in parse_checkpoints(own, index_master):
                 self.result.since, self.result.resumed = rotation.since, True
                 if self.result.since is None or not rotation.is_authentic:
                     raise TamperedError(

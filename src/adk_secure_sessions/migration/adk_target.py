@@ -136,12 +136,9 @@ class AdkTarget(ClosedByWith):
             or await self._rejection_of(partial(self._insert, batch=batch.values())) is None
         ):
             return {}
-        rejected = {}
-        for ids, rows in batch.items():
-            reason = await self._rejection_of(partial(self._insert, batch=[rows]))
-            if reason is not None:
-                rejected[ids] = reason
-        return rejected
+        one_by_one = ((ids, partial(self._insert, batch=[rows])) for ids, rows in batch.items())
+        reasons = {ids: await self._rejection_of(insert) for ids, insert in one_by_one}
+        return {ids: reason for ids, reason in reasons.items() if reason is not None}
 
     async def insert_state(self, owner: Ids, state: bytes) -> bool:
         """Insert a state, or return False if the target already has the same state.
