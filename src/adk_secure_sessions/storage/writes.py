@@ -54,7 +54,7 @@ from adk_secure_sessions.storage.table_walk import grouped
 
 T = TypeVar("T")
 Changes = list[Change]
-NewItem = tuple[bytes, int]  # the plaintext and the time (microseconds UTC) of an event
+TimedPlaintext = tuple[bytes, int]  # the plaintext and the time (microseconds UTC) of an event
 
 # In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
@@ -618,10 +618,7 @@ def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, Stor
 
 
 def replacement_changes(
-    attempt: Attempt,
-    owner_changes: OwnerChanges,
-    old: StoredSession,
-    new: NewSession,
+    attempt: Attempt, owner_changes: OwnerChanges, old: StoredSession, new: NewSession
 ) -> Changes:
     """Return the changes that replace *old*, its events and its snapshot by *new*."""
     values = as_parameters(old.row, "at_") | as_parameters(new.session.row)
@@ -630,7 +627,7 @@ def replacement_changes(
     return [row, *owner_changes.changes, witness, *deletions, *new.other_inserts]
 
 
-def event_groups(events: Iterable[NewItem]) -> list[list[NewItem]]:
+def event_groups(events: Iterable[TimedPlaintext]) -> list[list[TimedPlaintext]]:
     """Divide *events* into groups, each of which one request can insert."""
     return list(grouped(events, lambda one: len(one[0]), _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
 
@@ -639,7 +636,7 @@ def apply_with_events(
     attempt: Attempt,
     changes: Changes,
     session_row: int,
-    groups: Iterable[list[NewItem]],
+    groups: Iterable[list[TimedPlaintext]],
     links: Sequence[bytes],
 ) -> Steps[bool]:
     """Apply *changes* and insert the first of *groups*, then each further group, as all events of a
