@@ -393,6 +393,7 @@ async def test_call_is_repeated_while_vault_is_sealed(vault: Vault, key: VaultKe
         b'{"data":' * 100_000,
         b'{"data": {"plaintext": ""}}', b'{"data": {"plaintext": "AAAA"}}',
         b'{"data": {"plaintext": "!%s"}}' % (b"A" * 64),
+        b'{"data": {"plaintext": "%s", "ciphertext": "vault:v1:QQ=="}}' % (b"A" * 2**21),
     ],
 )  # fmt: skip
 async def test_answer_of_another_kind_of_server_is_rejected(

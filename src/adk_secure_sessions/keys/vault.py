@@ -37,6 +37,7 @@ _CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 _HEADER_VALUE = re.compile(r"[!-~]+")
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
+_MAX_ANSWER = 1024 * 1024  # bytes
 _OK, _BAD_REQUEST, _LOGIN_IS_NEEDED = 200, 400, 403
 # Status codes of temporary failures, after which a call is repeated.
 _RETRYABLE = {412, 429, 472, 473, 500, 502, 503, 504}
@@ -113,7 +114,7 @@ class VaultKey(RemoteKey):
         self._mount, _, self._name = key.rpartition("/")
         self._url = f"{address}/v1"
         self._uses_proxies = not is_plain_http(address)
-        self._headers = {"X-Vault-Request": "true"}
+        self._headers = {"X-Vault-Request": "true", "Accept-Encoding": "identity"}
         if namespace:
             self._headers["X-Vault-Namespace"] = namespace
         self._tls = _tls_context(address, ca_file or os.environ.get("VAULT_CACERT"))
@@ -239,9 +240,15 @@ class VaultKey(RemoteKey):
         import httpx
 
         headers = {} if token is None else {"X-Vault-Token": token}
+        url, content = f"{self._url}/{path}", b""
         try:
-            response = await client.post(f"{self._url}/{path}", json=body, headers=headers)
-            return response.status_code, response.content
+            async with client.stream("POST", url, json=body, headers=headers) as response:
+                # Not decompressed, so that a small answer cannot take much memory.
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > _MAX_ANSWER:
+                        raise self._unexpected_answer()
+            return response.status_code, content
         except httpx.TransportError as error:
             if _is_certificate_error(error):
                 raise self._failure(
