@@ -406,7 +406,9 @@ class FileIdentity:
                 return
         raise DatabaseError(
             "the SQLite file was deleted or replaced while it was open, and the call had no "
-            "effect: put the file back, or restart the service to use the file that is there now"
+            "effect: put the file back; or, to use the file that is there now, stop all processes, "
+            "delete the files beside it that end in -wal and -shm, which belong to the old file, "
+            "and start again"
         )
 
 
