@@ -26,7 +26,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Secu
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import APP_PREFIX, USER_PREFIX, encode_state, load_state
-from adk_secure_sessions.formats.records import Packing, encode_text
+from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.listings import (
@@ -799,20 +799,29 @@ reject_unknown_methods(EncryptedSessionService, BaseSessionService)
 def check_ids(
     app_name: object, user_id: object = "", session_id: object = "", **more: object
 ) -> None:
-    """Raise ValueError if an id, or another text in *more*, is not a string or is too long."""
+    """Raise ValueError if an id, or another text in *more*, is not a string, cannot be written as
+    UTF-8, or is too long.
+    """
     if (
         isinstance(app_name, str)
         and isinstance(user_id, str)
         and isinstance(session_id, str)
-        and len(app_name) + len(user_id) + len(session_id) <= MAX_ID_BYTES // 4
         and not more
+        and len(ids := app_name + user_id + session_id) <= MAX_ID_BYTES
+        and ids.isascii()
     ):
         return  # the usual case
-    ids = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
-    for name, value in ids.items():
+    texts = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
+    for name, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
-        if len(value) > MAX_ID_BYTES // 4 and len(encode_text(value)) > MAX_ID_BYTES:
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:
+            size = -1  # not raised here: the exception would hold the id
+        if size < 0:  # if it were stored, no listing that contains it could be sent as JSON
+            raise ValueError(f"{name} has a lone surrogate (half of a UTF-16 pair)")
+        if size > MAX_ID_BYTES:
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 

@@ -41,7 +41,7 @@ async def test_new_session_deletes_two_that_have_expired(url: URL, later: Later)
         for number in range(5):
             await service.create_session(**WHO, session_id=f"old {number}", expires_after=HOUR)
         large = {"large": "x" * 20_000}
-        other = {"app_name": "other app \ud800", "user_id": "u"}
+        other = {"app_name": "other app \U0001f600", "user_id": "u"}
         await service.create_session(**other, state=large, expires_after=HOUR)
         assert await stored(service) == 6
         later(2 * HOUR)
@@ -118,7 +118,7 @@ async def test_unreadable_sessions_do_not_stop_the_deletion_of_others(
     async with expiring(url) as service:
         for number in range(4):
             await service.create_session(**WHO, session_id=f"old {number}", expires_after=HOUR)
-        odd: dict[str, Any] = {"app_name": "app \ud800", "user_id": "u"}
+        odd: dict[str, Any] = {"app_name": "app \U0001f600", "user_id": "u"}
         await service.create_session(**odd, expires_after=HOUR)
         identities = [
             await service._runner.identify(APP, USER, f"old {number}") for number in (0, 1)

@@ -69,7 +69,7 @@ LATER = 4_000_000_000.0  # in 2096
 ROOTS = bytes(32), bytes(31) + b"\1"
 ANOTHER_APP = "another"
 
-users = st.sampled_from(["ada", "ada", "ünï\ud800"])
+users = st.sampled_from(["ada", "ada", "ünï\U0001f600"])
 session_ids = st.sampled_from(["s", "s", ""])
 apps = st.sampled_from([APP] * 4 + [ANOTHER_APP])
 values: st.SearchStrategy[Any] = st.recursive(
@@ -302,7 +302,7 @@ class Conversations(RuleBasedStateMachine):
         self._run(self._services[0].prepare_tables())
         return multiple(
             self.create_session(0, "ada", "s", {"a": 1, "user:a": 1}, None, APP),
-            self.create_session(1, "ünï\ud800", "s", {"app:a": 2}, timedelta(days=1), APP),
+            self.create_session(1, "ünï\U0001f600", "s", {"app:a": 2}, timedelta(days=1), APP),
         )
 
     def teardown(self) -> None:

@@ -239,9 +239,7 @@ def ours(sessions: EncryptedSessionService, tmp_path: Path) -> EncryptedArtifact
     return EncryptedArtifactService(sessions, tmp_path / "blobs")
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/b", "\x00", "C:\\x", "\ud800", "[", "."]
-)
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "\x00", "C:\\x", "[", "."])
 async def test_any_name_is_kept_apart_from_any_other(
     ours: EncryptedArtifactService, name: str
 ) -> None:
@@ -318,12 +316,7 @@ async def test_part_that_could_not_be_read_back_is_not_stored(
     assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
 
 
-async def test_names_that_json_would_make_equal_are_kept_apart(
-    ours: EncryptedArtifactService,
-) -> None:
-    names = ("\N{GRINNING FACE}", "\ud83d\ude00")
-    for name in names:
-        await ours.save_artifact(**HERE | {"filename": name}, artifact=types.Part(text=ascii(name)))
-    for name in names:
-        here = HERE | {"filename": name}
-        assert await ours.load_artifact(**here) == types.Part(text=ascii(name))
+async def test_name_with_a_lone_surrogate_is_rejected(ours: EncryptedArtifactService) -> None:
+    with pytest.raises(ValueError, match="filename has a lone surrogate"):
+        await ours.save_artifact(**HERE | {"filename": "\ud800"}, artifact=types.Part(text="x"))
+    assert await ours.list_artifact_keys(**WHO) == []

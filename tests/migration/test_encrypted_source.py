@@ -62,7 +62,7 @@ async def fill_with_everything(of: EncryptedSessionService) -> None:
     ids = [
         (APP, "ada", "s"),
         (APP, "ada", "\u017f\N{MATHEMATICAL BOLD SMALL S}"),
-        ("b", "", "\ud800"),
+        ("b", "", "\U0001f600"),
     ]
     opened = [
         await of.create_session(

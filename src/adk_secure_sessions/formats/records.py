@@ -212,10 +212,7 @@ class Cipher(Protocol):
 
 
 def encode_text(text: str) -> bytes:
-    """Return *text* as UTF-8.
-
-    Lone surrogates, which ADK accepts in ids, are encoded as three bytes each.
-    """
+    """Return *text* as UTF-8; lone surrogates, which Python accepts, take three bytes each."""
     return text.encode("utf-8", "surrogatepass")
 
 
