@@ -42,9 +42,10 @@ def test_rounding_is_that_of_fromtimestamp(timestamp: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "timestamp", [math.inf, -math.inf, math.nan, math.nextafter(9e12, math.inf), -9e12 - 1, 10**400]
+    "timestamp",
+    [math.inf, -math.inf, math.nan, math.nextafter(9e12, math.inf), -9e12 - 1, 10**400, "7", None],
 )
-def test_impossible_time_is_rejected(timestamp: float) -> None:
+def test_impossible_time_is_rejected(timestamp: Any) -> None:
     with pytest.raises(ValueError, match="not a possible time"):
         microseconds(timestamp)
 

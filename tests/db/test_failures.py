@@ -138,6 +138,12 @@ ADVICE: dict[str, tuple[Exception, bool, str | None, str]] = {
         "SQLITE_FULL",
         "free space",
     ),
+    "full directory": (
+        sqlite_error(sqlite3.OperationalError, "SQLITE_IOERR_SHMSIZE"),
+        True,
+        "SQLITE_IOERR_SHMSIZE",
+        "free space",
+    ),
     "busy": (sqlite_error(sqlite3.OperationalError, "SQLITE_BUSY"), True, "SQLITE_BUSY", "lock"),
     "packet": (mysql_error(1153), False, "1153", "max_allowed_packet"),
     "timeout": (mysql_error(1969), True, "1969", "try again"),

@@ -278,6 +278,8 @@ DEBUG_PLUGIN = "google.adk.plugins.debug_logging_plugin.DebugLoggingPlugin"
          {"memory": "--memory_service_uri sqlite://..."}),
         (BOTH | {"session_service_uri": "sqlite:///s.db"},
          {"sessions": "--session_service_uri sqlite://..."}),
+        (BOTH | {"session_service_uri": "sqlite+aiosqlite:///s.db"},
+         {"sessions": "--session_service_uri sqlite+aiosqlite://..."}),
         (BOTH | {"session_service_uri": f"{SQLITE}?backend=no-op"},
          {"sessions": "--session_service_uri has backend=no-op"}),
         (BOTH | {"session_service_uri": None, "session_db_url": "mysql://x"},

@@ -95,7 +95,11 @@ _KINDS = (
         "check that all tables and columns exist; if not, restore them from a backup",
     ),
     _Kind(("53300", 1040, 1203), "allow more connections, or lower pool_size", True),
-    _Kind(("53", 1114, 1021, "SQLITE_FULL"), "free space for the database", True),
+    _Kind(
+        ("53", 1114, 1021, "SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"),
+        "free space for the database",
+        True,
+    ),
     _Kind(
         ("57014", 1317, 1969, 3024, "SQLITE_INTERRUPT"),
         "it was cancelled, or took too long: try again",

@@ -44,7 +44,11 @@ def microseconds(timestamp: float) -> int:
     """Convert seconds since 1970 to microseconds, with the rounding of `datetime.fromtimestamp`,
     which ADK uses; raise ValueError for an impossible time.
     """
-    if not abs(timestamp) <= MAX_SECONDS:  # or it is not a number
+    try:
+        is_possible = abs(timestamp) <= MAX_SECONDS  # False for NaN
+    except TypeError:
+        is_possible = False
+    if not is_possible:
         raise ValueError("the timestamp is not a possible time in seconds")
     fraction, seconds = math.modf(timestamp)
     return int(seconds) * 1_000_000 + round(fraction * 1_000_000)

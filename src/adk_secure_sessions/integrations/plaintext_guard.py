@@ -48,7 +48,9 @@ _WRITES_PLAINTEXT = {
 _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
 _IDS_IN_PATH = re.compile(r"/apps?/[^/]+(?:/users/[^/]+(?:/sessions/[^/]+(?:/artifacts/.*)?)?)?")
 # The schemes of google-adk's services that store plaintext.
-_PLAINTEXT_SCHEMES = {"agentengine", "file", "gs", "mysql", "postgresql", "rag", "sqlite"}
+_PLAINTEXT_SCHEMES = {
+    "agentengine", "file", "gs", "mariadb", "mysql", "postgresql", "rag", "sqlite",
+}  # fmt: skip
 
 
 def uri_of(kind: str, arguments: Mapping[str, Any]) -> str | None:
@@ -80,7 +82,7 @@ def plaintext_causes(
         elif uri is not None and scheme in adk.SCHEMES:
             if adk.parse(uri).stores_plaintext:
                 found[kind] = f"{option} has backend=no-op"
-        elif scheme in _PLAINTEXT_SCHEMES:
+        elif scheme is not None and scheme.partition("+")[0] in _PLAINTEXT_SCHEMES:
             found[kind] = f"{option} {scheme}://..."
     return found
 

@@ -49,7 +49,9 @@ class IndexState(Enum):
 def check_key(key: object) -> None:
     """Raise ConfigurationError if *key* cannot be an indexed key of the state."""
     if not isinstance(key, str) or key in ("", USER_PREFIX):
-        raise ConfigurationError("an indexed state key must be a text that is not empty")
+        raise ConfigurationError(
+            f"an indexed state key must be a text that is neither empty nor {USER_PREFIX!r}"
+        )
     if key.startswith((APP_PREFIX, TEMP_PREFIX)):
         raise ConfigurationError(
             f"the state key {key!r} cannot be indexed: only keys of sessions, and keys that begin "
