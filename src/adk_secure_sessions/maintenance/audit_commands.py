@@ -215,9 +215,7 @@ async def purge_audit(
             continue
         bad, purge_records = trail.problems.count, trail.purge_records
         last = await trail.check(chain)
-        if trail.problems.count != bad:
-            continue
-        if last is None:
+        if last is None or trail.problems.count != bad:
             continue
         if trail.purge_records == purge_records and (dry_run or await _delete(db, chain, last)):
             result.chains += 1
