@@ -253,7 +253,7 @@ def test_page_gives_the_lengths() -> None:
     assert f"| 4 | version | {blobs.VERSION:02x} |" in text
     assert f"chunks of {CHUNK_LENGTH} bytes" in text
     assert f"{len(HEADER)} + {SEALED_LENGTH} \N{MULTIPLICATION SIGN} *i*" in text
-    assert f"at most {blob_store.OBJECT_LENGTH:,} bytes (8 MiB)" in text
+    assert f"1 to {blob_store.OBJECT_LENGTH:,} bytes (8 MiB)" in text
     assert blobs.MAX_SIZE == 2**48
     assert "at most 2^48" in text
 
