@@ -106,6 +106,20 @@ async def test_new_master_wraps_all_data_keys_and_old_one_is_retired(
     await assert_whole(url, AES)
 
 
+async def test_dry_run_of_retire_expects_the_master_of_replaced_keys_to_be_deleted(
+    file_url: str,
+) -> None:
+    plaintext = plaintext_backend()
+    await fill(file_url, plaintext)
+    await fill(file_url, AES, others=[plaintext], name="t")
+    async with Database(file_url, AES, [plaintext]) as db:
+        await rotate_data(db)
+        expected = await retire(db, dry_run=True)
+        done = await retire(db)
+    assert len(done.master_ids) == 1
+    assert expected == done
+
+
 async def test_running_service_takes_up_a_new_master_after_the_old_one_is_retired(
     url: str, place: sa.URL
 ) -> None:

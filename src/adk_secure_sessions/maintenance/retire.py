@@ -133,32 +133,33 @@ async def retire(
     ((total,),) = await db.runner.read_keys(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total))
     kept_keys: CappedList[KeptKey] = CappedList()
-    deleted = spare = 0
+    deleted, spare = Counter[int](), 0  # data keys by the id of their master
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
     async for owners in pages(
         db.runner.read_keys, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner
     ):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run, throttle)
-            deleted += len(keys.deletable)
+            deleted.update(parse_header(row.wrapped)[1] for row in keys.deletable)
             spare += keys.spare
             kept_keys.extend(keys.kept)
             await meter.advance()
     meter.finish()
     known = (await db.reread_keyring()).rows
     key_counts = await _count_by_master(db)
+    remaining = deleted if dry_run else Counter[int]()  # they are stored, and would be deleted
     master_ids: tuple[int, ...] = ()
 
     def retire_masters(connection: sa.Connection) -> list[KeptKey]:
         nonlocal master_ids
-        kept, deleted_ids = _retire_masters(dry_run, known, key_counts, connection)
+        kept, deleted_ids = _retire_masters(dry_run, known, key_counts, remaining, connection)
         # If the connection was lost during COMMIT, the attempt may have been committed, and the
         # next one finds nothing.
         master_ids = deleted_ids or master_ids
         return kept
 
     kept_keys.extend(await db.runner.run_on_keys(retire_masters, commit=not dry_run))
-    return Retirement(deleted, master_ids, kept_keys.count, tuple(kept_keys.items), spare)
+    return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
@@ -377,6 +378,7 @@ def _retire_masters(
     dry_run: bool,
     known: Mapping[int, MasterKeyRow],
     key_counts: Counter[int] | None,
+    remaining: Counter[int],
     connection: sa.Connection,
 ) -> tuple[list[KeptKey], tuple[int, ...]]:
     """Delete the replaced data masters that wrap no data key.
@@ -385,6 +387,7 @@ def _retire_masters(
 
     Keep all data masters if the keyring has rows that are not *known*, or if *key_counts* is None.
     Somebody may have modified headers since *key_counts* was counted: the larger number decides.
+    *remaining* are data keys that only a dry run has not deleted.
     """
     dialect_of(connection).set_read_committed(connection)
     if not dry_run:
@@ -404,7 +407,8 @@ def _retire_masters(
     known_headers = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
     unknown = sum(number for header, number in counts.items() if header not in known_headers)
     now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
-    uses = [(row, max(now[row.id], key_counts[row.id]) + unknown) for row in older]
+    largest = Counter(now) | key_counts
+    uses = [(row, max(largest[row.id] - remaining[row.id], 0) + unknown) for row in older]
     kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
     unused_ids = tuple(row.id for row, number in uses if not number)
     if unused_ids and not dry_run:
