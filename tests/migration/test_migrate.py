@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend
-from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.maintenance import Database, purge, rotate_data, verify
 from adk_secure_sessions.maintenance.progress import Meter
@@ -318,6 +318,25 @@ async def test_bad_rows_are_skipped_if_requested(file_url: str) -> None:
     assert numbers(done) == {"copied": 5, "events": 15, "states": 2, "bad": 4}
     assert {one.kind for one in done.findings} == {"session", "user", "app"}
     assert "x" * 100 not in str(done.findings)
+
+
+async def test_target_rows_that_were_tampered_with_are_skipped_if_requested(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    run_sql(
+        sa.make_url(file_url).set(drivername="sqlite"),
+        "UPDATE secure_users SET version = 9 WHERE id = (SELECT min(id) FROM secure_users)",
+    )
+    for user in ("ada", "bob"):
+        source.put(user, "new", events=1)
+        source.users[APP, user] = {"name": "new"}
+    with pytest.raises(TamperedError):
+        await copy(source, file_url)
+    expected = await copy(source, file_url, skip_bad=True, dry_run=True)
+    assert (expected.copied, expected.states, expected.bad) == (2, 1, 1)  # it decrypts only states
+    done = await copy(source, file_url, skip_bad=True)
+    assert (done.copied, done.states, done.bad, done.stopped) == (1, 1, 2, False)
+    assert done.findings[-1].reason.startswith("the target cannot decrypt it: ")
 
 
 def deep(levels: int) -> dict[str, object]:

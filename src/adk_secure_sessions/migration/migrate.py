@@ -133,7 +133,8 @@ async def migrate(
             together with a selection that has `since`, for a source without sessions, for a
             `ServiceSource` without a selection of one app, after a comparison has ended the
             migration, or for a source with sessions whose ids cannot be decrypted.
-        TamperedError: A row that an import reads was modified.
+        TamperedError: A row that an import reads was modified.  With *skip_bad*, this is a finding
+            of the session or state, unless its row of `secure_migrated` was modified.
     """
     is_part = not (source.has_all_apps or selection.app_name)
     if delete_gone and (is_part or selection.since is not None):
@@ -216,7 +217,12 @@ class _MigrationRun:
         if isinstance(content, SessionContent):
             content = content.with_lifetime(self.lifetime)
             await self.throttle.advance(len(content.events))
-            status = await self._import_session(item, content)
+            try:
+                status = await self._import_session(item, content)
+            except DecryptionError as error:
+                if not self.skip_bad:
+                    raise
+                content = Unreadable(undecryptable_reason(error))
         if isinstance(content, Unreadable):
             self._report_bad(item, content.reason)
         elif content is not None and status.is_due:
@@ -266,21 +272,24 @@ class _MigrationRun:
         if isinstance(item.content, Unreadable):
             self._report_bad(item, item.content.reason)
         elif status.is_due or status in CONFLICT_REASONS:
-            if self.writes:
-                status = await self.target.imports.import_state(
-                    item.ids, item.content, replace=not self.source_is_erased
-                )
-            elif self.scan.index_master is not None:
-                try:
-                    status = await self._predict_import(item, item.content)
-                except DecryptionError as error:
-                    self._report_bad(item, undecryptable_reason(error))
-                    return
+            try:
+                status = await self._import_state(item, item.content)
+            except DecryptionError as error:
+                if not self.skip_bad:
+                    raise
+                self._report_bad(item, undecryptable_reason(error))
+                return
             self._report_if_conflict(item, status)
             self.result.states += status.is_due
 
-    async def _predict_import(self, item: StateItem, state: bytes) -> ImportStatus:
-        """Predict the result of `import_state`.  It compares states, not versions."""
+    async def _import_state(self, item: StateItem, state: bytes) -> ImportStatus:
+        """Import *state*; a dry run predicts the result: it compares states, not versions."""
+        if self.writes:
+            return await self.target.imports.import_state(
+                item.ids, state, replace=not self.source_is_erased
+            )
+        if self.scan.index_master is None:
+            return item.status
         stored = await owner_state(self.target, *item.ids)
         if item.status is ImportStatus.NEW:
             is_same = is_same_state(state, stored)
