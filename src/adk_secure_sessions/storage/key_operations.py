@@ -15,7 +15,6 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     KeySource,
-    RowCache,
     StorageOperation,
     apply_changes,
 )
@@ -55,11 +54,11 @@ class CheckedOwner(NamedTuple):
 class CheckOwner(StorageOperation[CheckedOwner | None]):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
-    `verify` must detect a data key that was tampered with after the row was cached.  *identity*
-    needs only the app and the tag of the owner.
+    *identity* needs only the app and the tag of the owner.
     """
 
     needs_fresh_keys = True
+    bypasses_row_cache = True
 
     of_user: bool = False
 
@@ -74,11 +73,7 @@ class CheckOwner(StorageOperation[CheckedOwner | None]):
 
 
 def _open_owner(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
-    """Return the app, or a user of any id, decrypted without the row cache; None if not stored.
-
-    The data key may have been deleted or tampered with since the row was cached.
-    """
-    attempt = attempt._replace(row_cache=RowCache(0))
+    """Return the app, or a user of any id; None if it is not stored."""
     if of_user:
         return sealed_rows.open_owner(attempt, rows, rows.users[0]) if rows.users else None
     return sealed_rows.open_app(attempt, rows)
@@ -114,6 +109,8 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
     decrypted the ids in *identity* from the rows of the session and its user.
     """
 
+    bypasses_row_cache = True
+
     decode: Callable[[bytes, int, int], E]
     checks_owners: bool = True
 
@@ -122,7 +119,6 @@ class CheckSession(StorageOperation[CheckedSession[E] | None]):
 
     async def execute(self, attempt: Attempt, executors: Executors) -> CheckedSession[E] | None:
         rows = await attempt.read(executors, sql.SESSION_WITH_ALL_EVENTS)
-        attempt = attempt._replace(row_cache=RowCache(0))
         if self.checks_owners:
             _, user = sealed_rows.open_owners(attempt, rows)
         else:
@@ -158,6 +154,7 @@ class RenewKey(Write[RenewedKey]):
 
     audited_as = "data key"
     needs_fresh_keys = True
+    bypasses_row_cache = True
 
     not_before: int
     of_user: bool

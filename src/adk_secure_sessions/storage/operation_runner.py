@@ -352,9 +352,14 @@ class NeedsDataKey(Exception):
 
 @dataclass(eq=False, repr=False)
 class StorageOperation(ABC, Generic[T_co]):
-    """A read or write of the rows of *identity*, for `OperationRunner.run`."""
+    """A read or write of the rows of *identity*, for `OperationRunner.run`.
+
+    With *bypasses_row_cache*, each row is decrypted, even if it was cached: its data key may have
+    been deleted or tampered with since.
+    """
 
     needs_fresh_keys = False
+    bypasses_row_cache = False
     writes = False
 
     identity: Identity
@@ -507,6 +512,7 @@ class OperationRunner:
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
         may_skip_read = are_cached and not operation.needs_fresh_keys
         key_search.sources = sources if may_skip_read else sources[1:]
+        row_cache = RowCache(0) if operation.bypasses_row_cache else opened.row_cache
         while True:
             keyring, source = database_keys.keyring, key_search.sources[0]
             keys = TransactionKeys(
@@ -519,10 +525,10 @@ class OperationRunner:
             attempt = Attempt(
                 identity,
                 keys,
-                opened.row_cache,
+                row_cache,
                 source,
                 may_skip_read,
-                clock_at_start=opened.row_cache.clock,
+                clock_at_start=row_cache.clock,
                 locks_rows=retries is not None and retries.locks_rows,
                 commit_callbacks=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,

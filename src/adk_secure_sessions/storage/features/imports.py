@@ -150,9 +150,11 @@ class ImportMacs(NamedTuple):
 
     def checked_row(self, row: Row) -> "CheckedMigratedRow":
         """Check a row of the query `migrated_rows`, and return it."""
-        stored = MigratedRow(*row[:5])
+        *columns, current_row_id, current_number = row
+        stored = MigratedRow(*columns)
         self.check(stored)
-        return CheckedMigratedRow(stored, None if row[5] is None else (row[5], row[6]), self)
+        version = None if current_row_id is None else (current_row_id, current_number)
+        return CheckedMigratedRow(stored, version, self)
 
 
 class CheckedMigratedRow(NamedTuple):
@@ -425,7 +427,7 @@ class AddTombstone(Write[None]):
         tag = self.identity.session_tag
         rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.list_parameters([tag, tag]))
         if rows:
-            self.macs.check(MigratedRow(*rows[0][:5]))
+            self.macs.checked_row(rows[0])
             return
         new = self.macs.tombstone(tag)
         yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
