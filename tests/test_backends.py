@@ -29,7 +29,7 @@ from adk_secure_sessions import (
     generate_key,
 )
 from adk_secure_sessions.backends import THIRD_PARTY_IDS
-from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.formats.records import BACKEND_NAMES
 from tests.maintenance.support import plaintext_backend
 
@@ -228,7 +228,7 @@ class OtherThirdParty(ThirdParty):
 @pytest.mark.parametrize("backend_id", [THIRD_PARTY_IDS[0], THIRD_PARTY_IDS[-1]])
 def test_third_party_backend_is_accepted(backend_id: int) -> None:
     backend = ThirdParty(backend_id)
-    assert register(backend, []).writing is backend
+    assert check_backends(backend, []).writing is backend
 
 
 class Marked(ChaCha):
@@ -253,7 +253,7 @@ def test_cipher_whose_values_begin_or_end_in_the_same_bytes_is_accepted(
     start: bytes, end: bytes
 ) -> None:
     backend = ThirdParty(cipher=type("MarkedSo", (Marked,), {"start": start, "end": end}))
-    assert register(backend, []).writing is backend
+    assert check_backends(backend, []).writing is backend
 
 
 @pytest.mark.parametrize("key_id", ["none", "key:0123456789abcdef", "", "a\nb"])
@@ -269,12 +269,12 @@ def test_root_key_with_a_reserved_or_malformed_id_is_rejected(key_id: str) -> No
     backend = ThirdParty()
     backend.root_key = Provider()
     with pytest.raises(ConfigurationError, match="key_id"):
-        register(backend, [])
+        check_backends(backend, [])
 
 
 def test_first_backend_writes_and_all_may_be_read() -> None:
     first, second, third = AesGcmBackend(KEY), FernetBackend(generate_key()), ThirdParty()
-    backends = register(first, [second, third])
+    backends = check_backends(first, [second, third])
     assert backends.writing is first
     assert backends.by_id == {1: first, 2: second, 0x80: third}
     assert backends.roots.keys() == {first.root_key.key_id, second.root_key.key_id}
@@ -283,29 +283,29 @@ def test_first_backend_writes_and_all_may_be_read() -> None:
 @pytest.mark.parametrize("backend_id", [0, 1, 2, 3, 0x7F, 0x100, -1, "x", None])
 def test_third_party_backend_with_a_reserved_id_is_rejected(backend_id: Any) -> None:
     with pytest.raises(ConfigurationError, match="0x80 to 0xff"):
-        register(ThirdParty(backend_id), [])
+        check_backends(ThirdParty(backend_id), [])
 
 
 @pytest.mark.parametrize("others", [[OtherThirdParty()], [AesGcmBackend(KEY), OtherThirdParty()]])
 def test_two_backends_of_one_id_are_rejected(others: list[EncryptionBackend]) -> None:
     with pytest.raises(ConfigurationError, match="'theirs' and 'others' share the id 0x80"):
-        register(ThirdParty(), others)
+        check_backends(ThirdParty(), others)
 
 
 def test_one_backend_with_two_root_keys_is_accepted() -> None:
     """As while one root key replaces another."""
     old, new = AesGcmBackend(generate_key()), AesGcmBackend(generate_key())
-    assert register(new, [old]).roots.keys() == {old.root_key.key_id, new.root_key.key_id}
+    assert check_backends(new, [old]).roots.keys() == {old.root_key.key_id, new.root_key.key_id}
 
 
 def test_one_root_key_for_two_backends_is_accepted() -> None:
-    assert len(register(AesGcmBackend(KEY), [FernetBackend(KEY)]).roots) == 1
+    assert len(check_backends(AesGcmBackend(KEY), [FernetBackend(KEY)]).roots) == 1
 
 
 def test_two_root_keys_of_one_name_are_rejected() -> None:
     backends = [AesGcmBackend(PassphraseKey(word)) for word in ("one", "another")]
     with pytest.raises(ConfigurationError, match="two different root keys are called 'passphrase'"):
-        register(backends[0], backends[1:])
+        check_backends(backends[0], backends[1:])
 
 
 @pytest.mark.parametrize("thing", [None, KEY, "key", object(), AesGcmBackend, StaticKey(KEY)])
@@ -313,7 +313,7 @@ def test_object_that_is_no_backend_is_rejected(thing: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"not an encryption backend|is not a key provider"
     ):
-        register(thing, [])
+        check_backends(thing, [])
 
 
 @pytest.mark.parametrize("root_key", [None, KEY, "text"])
@@ -321,7 +321,7 @@ def test_backend_without_a_key_provider_is_rejected(root_key: Any) -> None:
     backend = ThirdParty()
     backend.root_key = root_key
     with pytest.raises(ConfigurationError, match="is not a key provider"):
-        register(backend, [])
+        check_backends(backend, [])
 
 
 class Clear(ChaCha):
@@ -404,7 +404,7 @@ FAULTS = {
 @pytest.mark.parametrize(("cipher", "fault"), FAULTS.items(), ids=[c.__name__ for c in FAULTS])
 def test_faulty_cipher_is_rejected_by_its_fault(cipher: type[ChaCha], fault: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$") as info:
-        register(ThirdParty(cipher=cipher), [])
+        check_backends(ThirdParty(cipher=cipher), [])
     assert "7Qx" not in str(info.value)
 
 
@@ -427,12 +427,12 @@ def test_backend_whose_new_keys_are_no_bytes_or_all_equal_is_rejected(key: Any, 
             return key  # type: ignore[no-any-return]
 
     with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$"):
-        register(SameKeys(cipher=AnyKey), [])
+        check_backends(SameKeys(cipher=AnyKey), [])
 
 
 def test_additional_backend_is_checked_too() -> None:
     with pytest.raises(ConfigurationError, match="decrypts a modified record"):
-        register(AesGcmBackend(KEY), [ThirdParty(cipher=Xor)])
+        check_backends(AesGcmBackend(KEY), [ThirdParty(cipher=Xor)])
 
 
 def test_service_rejects_a_faulty_backend_before_it_touches_the_database(tmp_path: Any) -> None:

@@ -430,12 +430,12 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
         b"text",
     ),
     "link of a witness": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, NO_FLAGS + text, is_packed=True),
+        lambda staged, text: staged.seal(ADA, CONTEXT, NO_FLAGS + text, has_flags=True),
         lambda staged, stored: staged.open(ADA, CONTEXT, stored, reject_flags),
         b"text",
     ),
     "plaintext with flags": (
-        lambda staged, text: staged.seal(ADA, CONTEXT, text, is_packed=True),
+        lambda staged, text: staged.seal(ADA, CONTEXT, text, has_flags=True),
         lambda staged, stored: staged.open_with_flags(ADA, CONTEXT, stored, keep_packed),
         b"\x00text",
     ),
@@ -449,7 +449,7 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     staged = TransactionKeys(data_keys())
     staged.new(ADA)
     assert decrypt(staged, encrypt(staged, plaintext)) == plaintext, "nothing is measured"
-    staged.operation = operation = Operation("test")
+    staged.measured = operation = Operation("test")
     times = [perf_counter()]
     stored = encrypt(staged, plaintext)
     times.append(perf_counter())
@@ -471,7 +471,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     staged = read(keys, [row])
     key = staged.key_of(ADA, build_header(row.backend_id, row.id))
     staged.count_work("decrypt", key, 7, perf_counter())
-    staged.operation = operation = Operation("test")
+    staged.measured = operation = Operation("test")
     before = perf_counter()
     staged.count_work("decrypt", key, 7, before - 100)
     ((kind, size, seconds),) = operation.measurements
@@ -486,7 +486,7 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     stored = staged.seal(ADA, CONTEXT, content)
     assert len(stored) < 200
     assert staged.open(ADA, CONTEXT, stored) == content
-    witness = staged.seal(ADA, CONTEXT, NO_FLAGS + content, is_packed=True)
+    witness = staged.seal(ADA, CONTEXT, NO_FLAGS + content, has_flags=True)
     assert len(witness) > 5000
     assert staged.open(ADA, CONTEXT, witness, reject_flags) == content
     with pytest.raises(DecryptionError) as rejected:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from adk_secure_sessions.concurrency import LoopLocks, at_once, await_to_end
+from adk_secure_sessions.concurrency import LoopLocks, await_to_end, gather_all
 
 
 async def worker(locks: LoopLocks, key: str, log: list[str]) -> None:
@@ -140,7 +140,7 @@ async def test_work_that_has_not_begun_is_cancelled_with_its_caller() -> None:
     assert reported == []
 
 
-# --- at_once -------------------------------------------------------------------------------------
+# --- gather_all -----------------------------------------------------------------------------------
 
 
 async def test_results_at_once_are_in_the_order_of_what_was_asked() -> None:
@@ -148,7 +148,7 @@ async def test_results_at_once_are_in_the_order_of_what_was_asked() -> None:
         await asyncio.sleep(0.01 * (3 - number))
         return number
 
-    assert await at_once(*(answer(number) for number in range(3))) == [0, 1, 2]
+    assert await gather_all(*(answer(number) for number in range(3))) == [0, 1, 2]
 
 
 async def test_first_error_at_once_is_raised_when_all_have_ended() -> None:
@@ -160,5 +160,5 @@ async def test_first_error_at_once_is_raised_when_all_have_ended() -> None:
         raise RuntimeError(name)
 
     with pytest.raises(RuntimeError, match="first"):
-        await at_once(fail("first", 0.02), fail("second", 0.01), fail("third", 0.03))
+        await gather_all(fail("first", 0.02), fail("second", 0.01), fail("third", 0.03))
     assert ended == ["second", "first", "third"]

@@ -296,7 +296,7 @@ def test_order_of_keys_is_kept() -> None:
 
 
 def test_no_state_has_three_empty_scopes() -> None:
-    assert json_text.json_scopes(None) == json_text.json_scopes({}) == ({}, {}, {})
+    assert json_text.convert_scopes(None) == json_text.convert_scopes({}) == ({}, {}, {})
 
 
 def test_bytes_beside_a_value_without_json_form_are_text() -> None:

@@ -140,7 +140,7 @@ def test_packed_record_is_encrypted_again_as_it_is(case: Json) -> None:
         owner, context, bytes.fromhex(case["record"]), records.keep_packed
     )
     assert plaintext.hex() == case["packed"]
-    again = keys.seal(owner, context, plaintext, is_packed=True)
+    again = keys.seal(owner, context, plaintext, has_flags=True)
     assert keys.open_with_flags(owner, context, again, records.keep_packed) == plaintext
     assert keys.open(owner, context, again).hex() == after_flags(case)
 

@@ -267,7 +267,7 @@ def _numbers(result: object) -> dict[str, object] | None:
 # A function that converts an app name, a user id and a session id to the facts of an audit record.
 # The function must not wait for the database: a record is also written for an operation that was
 # cancelled, whose coroutine must end at once.
-ReadIds = Callable[[str, str, str], dict[str, object]]
+IdFacts = Callable[[str, str, str], dict[str, object]]
 
 # The inner service whose calls are not recorded now, because the outer method that calls it writes
 # the record (the argument `covers` of `audited_access`).
@@ -277,10 +277,10 @@ _covered_service: ContextVar[object] = ContextVar("audit_covered", default=None)
 class Recording(NamedTuple):
     """How a service records accesses.
 
-    `read_ids` is None if it records none.  Without `trail`, accesses are only logged.
+    `id_facts` is None if it records none.  Without `trail`, accesses are only logged.
     """
 
-    read_ids: ReadIds | None
+    id_facts: IdFacts | None
     trail: "Trail | None"
 
 
@@ -304,18 +304,18 @@ def audited_access(
 
         # Gets the arguments of the call in two objects, since each `**` copies them.
         async def call_audited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-            read_ids, trail = args[0]._recording
-            if read_ids is not None and trail is None and not is_on():
+            id_facts, trail = args[0]._recording
+            if id_facts is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
-                read_ids = None
-            if read_ids is None:
+                id_facts = None
+            if id_facts is None:
                 try:
                     return await function(*args, **kwargs)
                 except DecryptionError as error:
                     record_rejected(error)
                     raise
             ids = _ids_of(signature.bind(*args, **kwargs).arguments)
-            access = AccessCall(trail, action, read_ids, ids)
+            access = AccessCall(trail, action, id_facts, ids)
             return await access.run(partial(function, *args, **kwargs))
 
         async def run_covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
@@ -484,7 +484,7 @@ class AccessCall(AuditedCall):
     """An access to a session, a state, an artifact or a memory; only logged without a trail."""
 
     _action: str
-    _read_ids: ReadIds
+    _id_facts: IdFacts
     _ids: tuple[str, str, str]
 
     async def write_with_entry(
@@ -504,7 +504,7 @@ class AccessCall(AuditedCall):
         """
         assert self._trail is not None
         ids = self._with_session(session_id)
-        entry = new_entry(self._action, **self._read_ids(*ids), outcome="success", change=change)
+        entry = new_entry(self._action, **self._id_facts(*ids), outcome="success", change=change)
         self._stored_entry = None
 
         def committed(is_stored: bool) -> None:
@@ -521,7 +521,7 @@ class AccessCall(AuditedCall):
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:
         chosen = getattr(result, "id", "") if self._action == "session.create" else ""
-        facts = self._read_ids(*self._with_session(chosen))
+        facts = self._id_facts(*self._with_session(chosen))
         outcome = "failure" if error else "success"
         if result is None and error is None and self._action.endswith(".read"):
             outcome = "missing"

@@ -116,7 +116,7 @@ def call_later(seconds: float, method: Callable[..., object], *args: object) -> 
     return asyncio.get_running_loop().call_later(seconds, call, context=Context())
 
 
-async def at_once(*awaitables: Awaitable[T]) -> list[T]:
+async def gather_all(*awaitables: Awaitable[T]) -> list[T]:
     """Await all *awaitables* at the same time, and return their results in the same order.
 
     The first error is raised after all have ended; `asyncio.gather` would raise at once.
@@ -129,10 +129,10 @@ async def at_once(*awaitables: Awaitable[T]) -> list[T]:
 
 
 async def in_groups(number: int, work: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
-    """Return `await work(item)` for each of *items*, of which groups of *number* run `at_once`."""
+    """Return `await work(item)` for each of *items*, of which *number* run at the same time."""
     remaining, results = list(items), list[T]()
     for start in range(0, len(remaining), number):
-        results += await at_once(*map(work, remaining[start : start + number]))
+        results += await gather_all(*map(work, remaining[start : start + number]))
     return results
 
 

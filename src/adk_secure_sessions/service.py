@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from adk_secure_sessions.audit import Audit, AuditedCall, Recording, audited_access, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
-from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
 from adk_secure_sessions.db.connect import executors_for
@@ -161,7 +161,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             )
         if backend is None:
             raise ConfigurationError("give a backend, for example AesGcmBackend(key)")
-        backends = register(backend, additional_backends)
+        backends = check_backends(backend, additional_backends)
         executors = executors_for(
             db_url, db_engine, key_db_url, key_db_engine, engine_kwargs, read_timeout
         )
@@ -653,7 +653,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         return self._runner.identify(app_name, user_id, session_id)
 
     async def _append(self, session: Session, event: Event) -> None:
-        scopes = json_text.json_scopes(event.actions.state_delta)
+        scopes = json_text.convert_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
         marker = session._storage_update_marker
         if marker is None:

@@ -176,7 +176,7 @@ def _lookup_kinds(cache: str) -> dict[bool, WorkKind]:
 
 DATA_KEY_CACHE = _lookup_kinds("data_keys")
 SESSION_CACHE = _lookup_kinds("sessions")
-EVENT_CACHE = _lookup_kinds("histories")
+EVENT_CACHE = _lookup_kinds("events")
 
 # What was done; an amount; seconds.
 Measurement = tuple[WorkKind, int, float]

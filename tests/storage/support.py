@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
-from adk_secure_sessions.backends.registry import Backends, register
+from adk_secure_sessions.backends.registry import Backends, check_backends
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters, Read, Row, Steps
@@ -172,7 +172,7 @@ def keyring(*masters: int, current: int | None = None, pending: bool = False) ->
 def backends(*, fernet: bool = False) -> Backends:
     """AES-256-GCM, listed with Fernet; the first of them writes."""
     aes, other = AesGcmBackend(ROOT), FernetBackend(ROOT)
-    return register(other, [aes]) if fernet else register(aes, [other])
+    return check_backends(other, [aes]) if fernet else check_backends(aes, [other])
 
 
 def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> DatabaseKeys:

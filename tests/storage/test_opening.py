@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, NoOpBackend
-from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
@@ -332,11 +332,11 @@ async def test_encrypting_backend_warns_of_plaintext_records(
     database: InMemory, no_op: NoOpBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     aes = AesGcmBackend(ROOT)
-    await open_database(executors(database), register(aes, []), create_tables=True)
+    await open_database(executors(database), check_backends(aes, []), create_tables=True)
     assert caplog.messages == []
-    await open_database(executors(database), register(no_op, [aes]), create_tables=True)
+    await open_database(executors(database), check_backends(no_op, [aes]), create_tables=True)
     assert caplog.messages == []
-    await open_database(executors(database), register(aes, []), create_tables=True)
+    await open_database(executors(database), check_backends(aes, []), create_tables=True)
     assert len(caplog.messages) == 1
     assert "NoOpBackend" in caplog.text
 

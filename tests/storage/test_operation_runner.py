@@ -207,7 +207,7 @@ async def test_attempts_trust_no_cache_from_the_second_on_and_lock_rows_after_th
     """A lost connection, of which a read may meet one, is no conflict."""
     operation = Scripted(Conflict(), LOST, UniqueViolation(), Conflict(), Conflict(), "done")
     await (await runner_that_knows_the_keys()).run(operation)
-    locks = [attempt.locks_rows for attempt in operation.attempts]
+    locks = [attempt.must_lock_rows for attempt in operation.attempts]
     assert locks == [False, False, False, False, True, True]
     assert [attempt.may_skip_read for attempt in operation.attempts] == [True] + [False] * 5
 

@@ -36,7 +36,7 @@ class Backends(NamedTuple):
         return isinstance(self.writing, NoOpBackend)
 
 
-def register(backend: object, additional: Sequence[object]) -> Backends:
+def check_backends(backend: object, additional: Sequence[object]) -> Backends:
     """Check the backends that a service was given, and return them."""
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}

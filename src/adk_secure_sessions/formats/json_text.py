@@ -360,7 +360,7 @@ def encode_state(state: JsonObject, prefix: str = "") -> bytes:
     return data
 
 
-def json_scopes(state: JsonObject | None) -> Scopes:
+def convert_scopes(state: JsonObject | None) -> Scopes:
     """Split *state* by scope, and convert its values as `encode_state` does, to JSON values."""
     if not state:
         return Scopes({}, {}, {})

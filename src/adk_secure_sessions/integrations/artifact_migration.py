@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Literal, TypeAlias
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.json_text import same_json
 from adk_secure_sessions.integrations.artifact_sources import (
@@ -133,11 +133,11 @@ async def migrate_artifacts(
     async for artifact in source.artifacts():
         size = min(max((version.size for version in artifact.versions), default=0), _LARGEST)
         if len(group) == _AT_ONCE or total + size > _BYTES:
-            await at_once(*map(run.process, group))
+            await gather_all(*map(run.process, group))
             group, total = [], 0
         group.append(artifact)
         total += size
-    await at_once(*map(run.process, group))
+    await gather_all(*map(run.process, group))
     result = run.result
     if action == "erase-source" and result.succeeded and dry_run:
         result.deleted = result.equal + result.erased

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adk_secure_sessions.concurrency import at_once, wait_ignoring_cancel
+from adk_secure_sessions.concurrency import gather_all, wait_ignoring_cancel
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
 from adk_secure_sessions.formats.blobs import (
     BlobDecryptor,
@@ -99,10 +99,10 @@ class BlobStore(ABC):
             async for data in regrouped(pieces, OBJECT_LENGTH):
                 if len(uploads) >= _PARALLEL:
                     done, uploads = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
-                    await at_once(*done)  # raises the error of an upload
+                    await gather_all(*done)  # raises the error of an upload
                 uploads.add(asyncio.create_task(self._put(name, str(number), bytes(data))))
                 number += 1
-            await at_once(*uploads)
+            await gather_all(*uploads)
         except BaseException:
             cleanup = asyncio.ensure_future(self._discard(name, uploads))
             await wait_ignoring_cancel(cleanup)

@@ -31,7 +31,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from adk_secure_sessions.audit import Audit, AuditedCall, audited_access
 from adk_secure_sessions.backends import EncryptionBackend
-from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith, LoopLocks
 from adk_secure_sessions.db.connect import executors_for
@@ -136,7 +136,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 "give exactly one of key_db_url and key_db_engine: the keys of the sessions that "
                 "the other service stores need a database"
             )
-        backends = register(backend, additional_backends)
+        backends = check_backends(backend, additional_backends)
         if audit is not None and audit.table:
             raise ConfigurationError("the wrapper cannot store audit records in a table")
         executors = executors_for(key_db_url, key_db_engine, None, None, {}, 60.0)
@@ -190,7 +190,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
                 was then deleted.
         """
         check_ids(app_name, user_id, session_id or "")
-        scopes = json_text.json_scopes(state)
+        scopes = json_text.convert_scopes(state)
         if session_id is not None and (session_id != session_id.strip() or not session_id):
             raise ValueError("session_id must not be empty, nor begin or end with spaces")
         if session_id is None and scopes.session:
@@ -320,7 +320,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         return event
 
     async def _append(self, session: Session, event: Event) -> None:
-        delta = json_text.json_scopes(event.actions.state_delta)
+        delta = json_text.convert_scopes(event.actions.state_delta)
         events.microseconds(event.timestamp)  # raises ValueError if it is not a possible time
         if not all(isinstance(getattr(event, name), str) for name in _ID_FIELDS):
             raise ValueError("id, invocation_id and author of an event must be strings")

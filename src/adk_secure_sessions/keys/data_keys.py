@@ -177,9 +177,9 @@ class TransactionKeys:
         # Whether `load` has rejected a row because its data master is not known, while the stored
         # keyring differs from the keyring of this process.
         self.lacks_master: bool = False
-        self.operation: telemetry.Operation | None = telemetry.current_operation()
-        if self.operation is not None:
-            self.operation.compact()
+        self.measured: telemetry.Operation | None = telemetry.current_operation()
+        if self.measured is not None:
+            self.measured.compact()
 
     @property
     def keyring(self) -> Keyring:
@@ -334,20 +334,20 @@ class TransactionKeys:
         return True
 
     def seal(
-        self, owner_tag: bytes, context: bytes, content: bytes, *, is_packed: bool = False
+        self, owner_tag: bytes, context: bytes, content: bytes, *, has_flags: bool = False
     ) -> bytes:
         """Encrypt *content* with the owner's current data key, and return the record.
 
-        The content is first compressed and padded as `packing` says.  If *is_packed* is True, it
-        is not: it begins with its flags already.
+        The content is first compressed and padded as `packing` says.  If *has_flags* is True, it
+        begins with its flags already, and is encrypted as it is.
         """
         began = perf_counter()
-        plaintext = content if is_packed else self.packing.pack(content)
+        plaintext = content if has_flags else self.packing.pack(content)
         key = self.current(owner_tag)
         assert key is not None
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
-        if self.operation is not None:
-            self.count_work("encrypt", key, len(content) - is_packed, began)
+        if self.measured is not None:
+            self.count_work("encrypt", key, len(content) - has_flags, began)
         return record
 
     def open(
@@ -367,7 +367,7 @@ class TransactionKeys:
         key = self.key_of(owner_tag, record)
         began = perf_counter()
         plaintext = records.open_with_flags(record, context, key.cipher, unpack_with)
-        if self.operation is not None:
+        if self.measured is not None:
             self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext
 
@@ -376,17 +376,17 @@ class TransactionKeys:
 
         *direction* is `encrypt` or `decrypt`; *began* is `time.perf_counter()` before it.
         """
-        if self.operation is not None:
+        if self.measured is not None:
             seconds = perf_counter() - began
             name = self._database_keys.backends[key.backend_id].name
-            self.operation.measurements.append(
+            self.measured.measurements.append(
                 (telemetry.cipher_kind(name, direction), size, seconds)
             )
 
     def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
         """Count a lookup in a cache, if anything is measured."""
-        if self.operation is not None:
-            self.operation.measurements.append((kinds[hit], 1, 0.0))
+        if self.measured is not None:
+            self.measured.measurements.append((kinds[hit], 1, 0.0))
 
     def key_of(self, owner_tag: bytes, record: bytes) -> DataKey:
         """Return the data key that the header of *record* names.  No other key is tried.

@@ -143,7 +143,7 @@ class Keyring(HoldsSecrets):
     features: frozenset[str] = field(default=frozenset(), init=False)
     has_audit_table: bool = field(default=False, init=False)
     # The tags of the state keys whose values this process stores in `secure_state_index`.  All
-    # keyrings of the process share the set: it grows at any time, also while this is read again.
+    # keyrings of one runner share the set: it grows at any time, also while this is read again.
     indexed_key_tags: set[bytes] = field(default_factory=set, init=False)
     # When to read the keyring again, to unwrap the rows whose key service failed.
     retry_at: float = field(init=False)

@@ -31,7 +31,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.table_walk import key_ranges, rows_where
+from adk_secure_sessions.storage.table_walk import row_ranges, rows_where
 
 
 class RecordCount(NamedTuple):
@@ -109,8 +109,8 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for key_range in key_ranges(db.runner.read, walked, db.limits.ids_per_statement):
-            groups = await key_range.read(db.runner.read, query, key)
+        async for row_range in row_ranges(db.runner.read, walked, db.limits.ids_per_statement):
+            groups = await row_range.read(db.runner.read, query, key)
             keys_of = await data_keys_by_owner(db, {owner for owner, *_ in groups})
             newer_keys |= {row.id for keys in keys_of.values() for row in keys.newer}
             current_ids = {

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import running_command
 from adk_secure_sessions.backends import EncryptionBackend
-from adk_secure_sessions.backends.registry import register
+from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
@@ -119,7 +119,7 @@ class Database(HoldsSecrets, ClosedByWith):
     ) -> None:
         if backend is None and additional_backends:
             raise ConfigurationError("additional_backends require a backend")
-        backends = None if backend is None else register(backend, additional_backends)
+        backends = None if backend is None else check_backends(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._all_executors = executors
         urls = (db_url, key_db_url)

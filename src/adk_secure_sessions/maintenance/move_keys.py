@@ -47,7 +47,7 @@ from adk_secure_sessions.storage.survey import (
     require_usable,
     take_survey,
 )
-from adk_secure_sessions.storage.table_walk import key_ranges, pages
+from adk_secure_sessions.storage.table_walk import pages, row_ranges
 
 KeyPlace: TypeAlias = Literal["key-db", "db"]
 
@@ -238,9 +238,9 @@ class _Move:
         if not target.tables >= {keyring.name, data_keys.name}:
             return
         is_newer = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
-        async for key_range in key_ranges(self._target.read, data_keys.c.id, _BATCH):
+        async for row_range in row_ranges(self._target.read, data_keys.c.id, _BATCH):
             in_target, in_source = [
-                {tuple(row) for row in await key_range.read(side.read, DATA_KEYS, data_keys.c.id)}
+                {tuple(row) for row in await row_range.read(side.read, DATA_KEYS, data_keys.c.id)}
                 for side in (self._target, self._source)
             ]
             is_newer = is_newer or not in_target <= in_source

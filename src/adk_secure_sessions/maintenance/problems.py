@@ -31,7 +31,7 @@ from adk_secure_sessions.storage.schema import (
     witnesses,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.table_walk import key_ranges
+from adk_secure_sessions.storage.table_walk import row_ranges
 
 T = TypeVar("T")
 
@@ -149,8 +149,8 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
-            async for key_range in key_ranges(db.runner.read, walked, db.limits.ids_per_statement):
-                for row, number in await key_range.read(db.runner.read, query, key):
+            async for row_range in row_ranges(db.runner.read, walked, db.limits.ids_per_statement):
+                for row, number in await row_range.read(db.runner.read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
                     yield key.table.name, name, number
 

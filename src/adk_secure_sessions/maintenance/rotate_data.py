@@ -47,7 +47,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.table_walk import KeyRange, grouped, pages, rows_where
+from adk_secure_sessions.storage.table_walk import RowRange, grouped, pages, rows_where
 
 _APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
 # One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
@@ -142,7 +142,7 @@ class _EncryptedRecord(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.table.key_of(self.row)
+        return self.table.primary_key_of(self.row)
 
     @property
     def stored(self) -> Any:  # bytes, or any other type in a modified row of SQLite
@@ -197,8 +197,8 @@ async def _records_of_sessions(
         if not records:
             continue
         # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
-        key_range = KeyRange(records[0].row.id - 1, records[-1].row.id)
-        parameters = {**key_range.parameters, "user_row": user_row, "wanted_header": wanted_header}
+        row_range = RowRange(records[0].row.id - 1, records[-1].row.id)
+        parameters = {**row_range.parameters, "user_row": user_row, "wanted_header": wanted_header}
         for table in (_SNAPSHOTS, _EVENTS):
             query = _select_keys_under_other_headers(table)
             read, key = db.runner.read, table.key_columns
@@ -345,7 +345,7 @@ class DataRotationRun(RotationRun):
             return
         changes: _Replacements = {}
         for record, context, plaintext in outdated:
-            sealed = keys.seal(owner_tag, context, plaintext, is_packed=True)
+            sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
             decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
             require_same(record.table.name, record.name, plaintext, decrypt_new)
             changes.setdefault(record.table, []).append((record, sealed))
@@ -353,7 +353,7 @@ class DataRotationRun(RotationRun):
         for table, replaced in changes.items():
             new_records = {record.key: sealed for record, sealed in replaced}
             for row in await _read_by_keys(self._db, table, new_records):
-                self.result.reencrypted += row[-1] == new_records[table.key_of(row)]
+                self.result.reencrypted += row[-1] == new_records[table.primary_key_of(row)]
 
     async def _count_left(self) -> int:
         if self._dry_run:
@@ -402,7 +402,7 @@ def _select_keys_under_other_headers(table: SealedTable[Any]) -> sa.Select[Any]:
         .select_from(table.table.join(sessions, sessions.c.id == table.key_columns[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
-            *KeyRange(0, 0).conditions(sessions.c.id),
+            *RowRange(0, 0).conditions(sessions.c.id),
             header_column(table.record_column)
             != sa.bindparam("wanted_header", type_=sa.LargeBinary),
         )

@@ -7,7 +7,7 @@ from functools import partial
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
@@ -69,9 +69,9 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     # Also unwrap the master keys that the new root key already wraps.  If the given root key is
     # wrong but has the right id, unwrapping raises WrongKeyError.
     roots, database_id = db.runner.backends.roots, survey.existing_id
-    await at_once(*(unwrap_master_key(row, roots, database_id) for row in already_wrapped))
+    await gather_all(*(unwrap_master_key(row, roots, database_id) for row in already_wrapped))
     rewrap = partial(rewrap_master_key, roots=roots, database_id=database_id, new_root=root)
-    new_rows = await at_once(*(rewrap(row) for row in old_rows))
+    new_rows = await gather_all(*(rewrap(row) for row in old_rows))
     if new_rows and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
         if not await db.runner.run_on_keys(partial(store_master_keys, survey, new_rows)):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import DecryptionError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -212,7 +212,7 @@ async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
     rows = [row for row in survey.master_rows if row.purpose == DATA_MASTER]
     roots, database_id = db.runner.backends.roots, survey.existing_id
-    await at_once(*(unwrap_master_key(row, roots, database_id) for row in rows))
+    await gather_all(*(unwrap_master_key(row, roots, database_id) for row in rows))
     return rows
 
 

@@ -21,7 +21,7 @@ from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.index_rows import check_key
 from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
 from adk_secure_sessions.storage.schema import Identity, sessions, state_index, users
-from adk_secure_sessions.storage.table_walk import key_ranges
+from adk_secure_sessions.storage.table_walk import row_ranges
 
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
@@ -169,11 +169,11 @@ async def _delete_rows(db: Database, tags: Iterable[bytes], *where: sa.ColumnEle
     """Delete the index rows of the keys *tags* for which *where* is true; return their number."""
     deleted = 0
     query = sa.delete(state_index).where(state_index.c.key_tag.in_(sorted(tags)), *where)
-    async for key_range in key_ranges(
+    async for row_range in row_ranges(
         db.runner.read, state_index.c.row_id, db.limits.ids_per_statement
     ):
-        within = query.where(*key_range.conditions(state_index.c.row_id))
-        deleted += await db.runner.run_on_data(partial(_rows_changed, within, key_range.parameters))
+        within = query.where(*row_range.conditions(state_index.c.row_id))
+        deleted += await db.runner.run_on_data(partial(_rows_changed, within, row_range.parameters))
     return deleted
 
 

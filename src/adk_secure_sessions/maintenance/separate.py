@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command, running_command
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA_MASTER,
@@ -170,7 +170,7 @@ async def _begin_separation(db: Database) -> None:
     separation = SeparationState(old_id, await later_than_all_keys(db), master_ids)
     roots = db.runner.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
-    wrapped = await at_once(*(rewrap(row) for row in survey.master_rows))
+    wrapped = await gather_all(*(rewrap(row) for row in survey.master_rows))
     meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
     if not await db.runner.run_on_keys(partial(_store_separation, survey, wrapped, meta_rows)):
         raise SecureSessionError(_CHANGED, retryable=True)

@@ -6,7 +6,7 @@ from typing import Any
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig
 
-from adk_secure_sessions.concurrency import at_once, in_groups
+from adk_secure_sessions.concurrency import gather_all, in_groups
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
@@ -135,7 +135,7 @@ class ServiceSource(Source):
             users = sorted(by_user.items())
             for start in range(0, len(users), _AT_ONCE):
                 batch = users[start : start + _AT_ONCE]
-                states = await at_once(*(self._user_state(app_name, *user) for user in batch))
+                states = await gather_all(*(self._user_state(app_name, *user) for user in batch))
                 yield {
                     (app_name, user_id): try_convert(encoded_state, state)
                     for (user_id, _), state in zip(batch, states, strict=True)

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import record_new_key
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.concurrency import at_once
+from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.db.dialects import already_exists, dialect_of
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
@@ -74,7 +74,9 @@ async def open_database(
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
         if keyring is None or purposes or not meta_rows.keys() <= key_survey.meta_rows.keys():
-            masters = await at_once(*(new_master(one, root, database_id, now) for one in purposes))
+            masters = await gather_all(
+                *(new_master(one, root, database_id, now) for one in purposes)
+            )
             new_meta = meta_rows
             if keyring is None:
                 (_, index_master), _ = masters

@@ -232,7 +232,7 @@ _SOURCES = (KeySource.CACHE, KeySource.QUERY)
 _SOURCES_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DATABASE)
 
 
-class KeySearch:
+class KeyRetryState:
     """What the attempts at one operation have tried so far to get their keys, and what is left."""
 
     # The source of this attempt, then those to try if the attempt lacks a data key.
@@ -262,18 +262,18 @@ class Attempt(NamedTuple):
     key_source: KeySource
     may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
     clock_at_start: int = 0  # `row_cache.clock` at the start: see `was_overtaken_by`
-    locks_rows: bool = False  # after several conflicts, a write locks rows before it reads them
+    must_lock_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     commit_callbacks: list[Callable[[], None]] | None = None
     chooses_keys: bool = True  # whether to choose current data keys: for a write, or the cache
-    key_search: KeySearch = KeySearch()
+    key_retries: KeyRetryState = KeyRetryState()
 
     @property
     def unknown_key_is_final(self) -> bool:
         """Whether another attempt would raise UnknownKeyError again."""
-        search = self.key_search
+        search = self.key_retries
         return len(search.sources) == 1 and not search.needs_keyring(self.keys)
 
-    def call_when_committed(self, call: Callable[[], None]) -> None:
+    def on_success(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
         if self.commit_callbacks is None:
             call()
@@ -282,9 +282,7 @@ class Attempt(NamedTuple):
 
     def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
         """After the commit, cache *session*, whose row this write stores."""
-        self.call_when_committed(
-            partial(self.row_cache.put_session, session, witness, is_verified=True)
-        )
+        self.on_success(partial(self.row_cache.put_session, session, witness, is_verified=True))
 
     def run_commit_callbacks(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
@@ -508,18 +506,18 @@ class OperationRunner:
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
         if measured := telemetry.current_operation():
             measured.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
-        key_search, retries = KeySearch(), None
+        key_retries, retries = KeyRetryState(), None
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
         may_skip_read = are_cached and not operation.needs_fresh_keys
-        key_search.sources = sources if may_skip_read else sources[1:]
+        key_retries.sources = sources if may_skip_read else sources[1:]
         row_cache = RowCache(0) if operation.bypasses_row_cache else opened.row_cache
         while True:
-            keyring, source = database_keys.keyring, key_search.sources[0]
+            keyring, source = database_keys.keyring, key_retries.sources[0]
             keys = TransactionKeys(
                 database_keys,
-                accepts_changed_keyring=key_search.rereads > 0,
+                accepts_changed_keyring=key_retries.rereads > 0,
                 uses_cache=source is KeySource.CACHE,
-                key_ids_of_earlier_attempts=key_search.new_key_ids,
+                key_ids_of_earlier_attempts=key_retries.new_key_ids,
                 packing=self.packing,
             )
             attempt = Attempt(
@@ -529,10 +527,10 @@ class OperationRunner:
                 source,
                 may_skip_read,
                 clock_at_start=row_cache.clock,
-                locks_rows=retries is not None and retries.locks_rows,
+                must_lock_rows=retries is not None and retries.locks_rows,
                 commit_callbacks=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,
-                key_search=key_search,
+                key_retries=key_retries,
             )
             may_skip_read = False
             try:
@@ -549,7 +547,7 @@ class OperationRunner:
                         raise
                 else:
                     keys.publish()
-                    for row in key_search.unconfirmed_keys:
+                    for row in key_retries.unconfirmed_keys:
                         if keys.has_accepted(row):
                             _record_data_key(database_keys.keyring, row)
                     _cache_identity(opened, identity)
@@ -559,7 +557,7 @@ class OperationRunner:
                 # another process may have caused the conflict by changing the keyring.
                 if keys.new_rows and isinstance(error, Conflict):
                     await self.reread_keyring(database_keys, keyring)
-                key_search.unconfirmed_keys += tuple(keys.new_rows)
+                key_retries.unconfirmed_keys += tuple(keys.new_rows)
                 retries = retries or Retries(writes=operation.writes, conflicts=conflicts)
                 await retries.wait(error)
 
@@ -570,22 +568,22 @@ class OperationRunner:
 
         *error* is the error of the attempt, and *keyring* the keyring with which it began.
         """
-        key_search, keys = attempt.key_search, attempt.keys
+        key_retries, keys = attempt.key_retries, attempt.keys
         if isinstance(error, NeedsDataKey):
-            if len(key_search.new_key_ids) == _NEW_KEYS:
+            if len(key_retries.new_key_ids) == _NEW_KEYS:
                 raise SecureSessionError(
                     f"{_NEW_KEYS} new data keys were created, and another one is needed: try again",
                     retryable=True,
                 ) from None
             row = await self._store_data_key(keys, error, keyring)
-            key_search.new_key_ids += (row.id,)
+            key_retries.new_key_ids += (row.id,)
             telemetry.count_retry("new_key")
-        elif isinstance(error, StaleKeyring) or key_search.needs_keyring(keys):
+        elif isinstance(error, StaleKeyring) or key_retries.needs_keyring(keys):
             await self.reread_keyring(database_keys, keyring)
-            key_search.rereads += 1
+            key_retries.rereads += 1
             telemetry.count_retry("keyring")
-        elif len(key_search.sources) > 1:
-            key_search.sources = key_search.sources[1:]
+        elif len(key_retries.sources) > 1:
+            key_retries.sources = key_retries.sources[1:]
             telemetry.count_retry("unknown_key")
         else:
             return False

@@ -358,7 +358,7 @@ def _last_events() -> sa.Select[Any]:
 SESSION_WITH_ALL_EVENTS = _session_variants(_EVENT_KIND.select(events.c.session_row == _SESSION_ID))
 SESSION_WITH_LAST_EVENTS = _session_variants(_last_events())
 # The parameter `first_seq` is the `seq` of the first event to read.
-SESSION_WITH_NEW_EVENTS = _session_variants(
+SESSION_WITH_EVENTS_FROM = _session_variants(
     _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
 )
 SESSION_WITHOUT_EVENTS = _session_variants()

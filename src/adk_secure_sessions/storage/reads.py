@@ -73,7 +73,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             cached = attempt.row_cache.events.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.EVENT_CACHE, hit=cached is not None)
             if cached is not None:
-                query, first = sql.SESSION_WITH_NEW_EVENTS, cached.revision
+                query, first = sql.SESSION_WITH_EVENTS_FROM, cached.revision
                 rows = await attempt.read(executors, query, first_seq=first)
                 try:
                     return await self._open(attempt, rows, cached)
@@ -125,7 +125,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         decoded, size, link = await _decode_in_chunks(
             attempt, session, rows.events, link, self.decode, after, measures=self.caches
         )
-        sealed_rows.check_head(attempt, session, link)
+        sealed_rows.verify_last_link(attempt, session, link)
         return decoded, size
 
     async def _cached_events(
@@ -270,7 +270,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.row.id, last, link))
-        sealed_rows.check_head(attempt, session, link)
+        sealed_rows.verify_last_link(attempt, session, link)
         return Page(decoded, None)
 
     async def _newest_first(
@@ -288,7 +288,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
             before, link, rows = EventPosition(session.row.id, first, older), older, rows[1:]
         decoded, _, last = await _decode_in_chunks(attempt, session, rows, link, self.decode)
         if self.position is None:
-            sealed_rows.check_head(attempt, session, last)
+            sealed_rows.verify_last_link(attempt, session, last)
         elif last != self.position.link:
             raise sealed_rows.other_history().located(SESSIONS.name, session.row.id)
         return Page(decoded[::-1], before)
@@ -298,8 +298,8 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
 class Listing(StorageOperation[T]):
     """Base class of the listings of a user or, with *of_app*, of all users of an app.
 
-    If *skip* is True, a session that cannot be decrypted is omitted, and its error is logged.  If
-    False, the error is raised.  Return only sessions, or only collections (*is_collection*), and
+    With *skips_unreadable*, a session that cannot be decrypted is omitted, and its error is logged.
+    Otherwise the error is raised.  Return only sessions, or only collections (*is_collection*), and
     only expired or only unexpired ones (`lists_expired`).
     """
 
@@ -404,7 +404,7 @@ class PageOptions(NamedTuple):
     """At most *limit* sessions that follow the position *after*, in order of creation.
 
     *newest* reverses the order.  If *updated* is given, only sessions are read whose last update is
-    in this range (microseconds).  *with_snapshots* and *skip* are those of `Listing`.
+    in this range (microseconds).  *with_snapshots* and *skips_unreadable* are those of `Listing`.
     """
 
     limit: int

@@ -357,7 +357,7 @@ class SealedTable(Generic[R]):
             else itemgetter(slice(numbers[0], numbers[0] + 1))
         )
 
-    def key_of(self, row: R) -> tuple[Any, ...]:
+    def primary_key_of(self, row: R) -> tuple[Any, ...]:
         return row[: len(self.key_columns)]
 
     def version_of(self, row: R) -> int:

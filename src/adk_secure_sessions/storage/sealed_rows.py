@@ -58,7 +58,7 @@ def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
 
 
 def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
-    """Return the user, or None if it is not stored; raise DecryptionError as `open_app` does."""
+    """Return the user, as `open_app` the app; remove one that is not stored from the caches."""
     row = _only_row(rows, rows.users, attempt.identity.user_tag, USERS)
     if row is None:
         attempt.forget_user()
@@ -92,7 +92,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
-        attempt.call_when_committed(partial(attempt.row_cache.put_owner, witness, owner))
+        attempt.on_success(partial(attempt.row_cache.put_owner, witness, owner))
     if attempt.chooses_keys:
         attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
@@ -119,8 +119,8 @@ def stored_twice(table: str, row: int) -> TamperedError:
 def open_session(
     attempt: Attempt, rows: QueryRows, user: Owner | None, *, with_snapshot: bool = True
 ) -> StoredSession | None:
-    """Return the session, or None if it is not stored; raise DecryptionError if one of its rows, or
-    only its user's row, was tampered with or removed.
+    """Return the session; None if it is not stored, which also removes it from the caches.  Raise
+    DecryptionError if one of its rows, or only its user's row, was tampered with or removed.
     """
     tag = attempt.identity.session_tag
     row = _only_row(rows, rows.sessions, tag, SESSIONS)
@@ -166,7 +166,7 @@ def open_session_row(
         _reject_older(attempt, cached, row.id, row.revision)
     is_verified = not row.revision or bool(unchanged and unchanged.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
-    attempt.call_when_committed(put)
+    attempt.on_success(put)
     return session
 
 
@@ -279,12 +279,12 @@ def open_events(
             plaintexts.append(plaintext[EVENT_REST])
         except DecryptionError as error:
             raise error.located(EVENTS.name, f"{session_row}, {seq}") from None
-    if key is not None and attempt.keys.operation is not None:
+    if key is not None and attempt.keys.measured is not None:
         attempt.keys.count_work("decrypt", key, sum(map(len, plaintexts)), began)
     return plaintexts, previous
 
 
-def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
+def verify_last_link(attempt: Attempt, session: StoredSession, last: bytes | None) -> None:
     """Raise TamperedError unless *last*, the link of the last event, is that in the session's row.
 
     If *last* is None, the last event was not read, and nothing is checked.  If the links are equal,
@@ -294,7 +294,7 @@ def check_head(attempt: Attempt, session: StoredSession, last: bytes | None) -> 
         return
     if last != session.head:
         raise other_history().located(SESSIONS.name, session.row.id)
-    attempt.call_when_committed(partial(attempt.row_cache.set_last_event_verified, session))
+    attempt.on_success(partial(attempt.row_cache.set_last_event_verified, session))
 
 
 def other_history() -> TamperedError:
@@ -322,7 +322,7 @@ def seal_witness(
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.identity.ids, row)
-    seal = attempt.keys.seal(owner_tag, context, records.NO_FLAGS + link, is_packed=True)
+    seal = attempt.keys.seal(owner_tag, context, records.NO_FLAGS + link, has_flags=True)
     return WitnessRow(tag, number, seal)
 
 

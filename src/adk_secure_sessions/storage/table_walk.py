@@ -14,10 +14,11 @@ from adk_secure_sessions.storage import queries as sql
 T = TypeVar("T")
 R = TypeVar("R")
 Reader = Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
-Key = sa.ColumnElement[Any]
+KeyColumn = sa.ColumnElement[Any]
+KeyColumns = KeyColumn | tuple[KeyColumn, ...]
 
 
-class KeyRange(NamedTuple):
+class RowRange(NamedTuple):
     """The keys above *after*, up to and including *last*; None means no limit."""
 
     after: object | None
@@ -28,7 +29,7 @@ class KeyRange(NamedTuple):
         named = {"after": self.after, "last": self.last}
         return {name: value for name, value in named.items() if value is not None}
 
-    def conditions(self, key: Key) -> list[sa.ColumnElement[bool]]:
+    def conditions(self, key: KeyColumn) -> list[sa.ColumnElement[bool]]:
         after, last = (sa.bindparam(name, type_=key.type) for name in ("after", "last"))
         conditions = []
         if self.after is not None:
@@ -38,17 +39,17 @@ class KeyRange(NamedTuple):
         return conditions
 
     async def read(
-        self, read: Reader, query: sa.Select[Any], key: Key, **parameters: object
+        self, read: Reader, query: sa.Select[Any], key: KeyColumn, **parameters: object
     ) -> Sequence[Row]:
-        """Return the rows of *query*, a constant or cached, whose *key* is in this span."""
-        has_limits = KeyRange(*(None if limit is None else 0 for limit in self))
+        """Return the rows of *query*, a constant or cached, whose *key* is in this range."""
+        has_limits = RowRange(*(None if limit is None else 0 for limit in self))
         return await read(_within(query, key, has_limits), self.parameters | parameters)
 
 
 async def pages(
     read: Reader,
     query: sa.Select[Any],
-    key: Key | tuple[Key, ...],
+    key: KeyColumns,
     size: int,
     row: Callable[..., R],
     **parameters: object,
@@ -73,7 +74,7 @@ async def pages(
 
 
 async def rows_where(
-    read: Reader, query: sa.Select[Any], key: Key | tuple[Key, ...], values: Iterable[Any]
+    read: Reader, query: sa.Select[Any], key: KeyColumns, values: Iterable[Any]
 ) -> list[Row]:
     """Return the rows of *query*, a constant or cached, whose *key* has one of *values*.
 
@@ -86,17 +87,17 @@ async def rows_where(
     return rows
 
 
-async def key_ranges(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[KeyRange]:
-    """Yield spans of *key*, with *size* stored values each, for several statements; see `pages`."""
+async def row_ranges(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[RowRange]:
+    """Yield ranges of *size* values of *key* each, for several statements; see `pages`."""
     after = None
     async for values in pages(read, _keys(key), key, size, lambda value: value):
         if len(values) == size:
-            yield KeyRange(after, values[-1])
+            yield RowRange(after, values[-1])
             after = values[-1]
-    yield KeyRange(after, None)
+    yield RowRange(after, None)
 
 
-def _end_of(rows: Sequence[Row], key: tuple[Key, ...]) -> Sequence[object]:
+def _end_of(rows: Sequence[Row], key: tuple[KeyColumn, ...]) -> Sequence[object]:
     """Return the key of the last row, which the next page follows.
 
     SQLite stores any type in any column: TamperedError if no page can continue after this one.
@@ -131,12 +132,12 @@ def grouped(
 
 
 @functools.cache
-def _within(query: sa.Select[Any], key: Key, has_limits: KeyRange) -> sa.Select[Any]:
+def _within(query: sa.Select[Any], key: KeyColumn, has_limits: RowRange) -> sa.Select[Any]:
     return query.where(*has_limits.conditions(key))
 
 
 @functools.cache
-def _where(query: sa.Select[Any], key: Key | tuple[Key, ...], number: int) -> sa.Select[Any]:
+def _where(query: sa.Select[Any], key: KeyColumns, number: int) -> sa.Select[Any]:
     if not isinstance(key, tuple):
         return query.where(sql.is_one_of(key, number))
     # For a list of tuples, SQLite would scan the whole table.
@@ -150,7 +151,7 @@ def _where(query: sa.Select[Any], key: Key | tuple[Key, ...], number: int) -> sa
 
 @functools.cache
 def _page(
-    query: sa.Select[Any], key: tuple[Key, ...], size: int, has_after: bool
+    query: sa.Select[Any], key: tuple[KeyColumn, ...], size: int, has_after: bool
 ) -> sa.Select[Any]:
     if has_after:
         later: list[sa.ColumnElement[bool]] = []
@@ -161,7 +162,7 @@ def _page(
     return sql.first_rows(query.order_by(*key), size)
 
 
-def _position(key: tuple[Key, ...], number: int) -> sa.BindParameter[Any]:
+def _position(key: tuple[KeyColumn, ...], number: int) -> sa.BindParameter[Any]:
     return sa.bindparam(f"after_{number}", type_=key[number].type)
 
 

@@ -113,13 +113,13 @@ class OwnerChanges:
             row = AppRow(0, identity.app_tag, encode_text(identity.app_name), 0, b"")
             app = self._insert(row, "", delta)
         elif delta or needs_key:
-            app = self.ensure_usable_key(app, delta=delta)
+            app = self.update_owner(app, delta=delta)
         return app
 
     def ensure_user(self, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Ensure that the user of the app in *app_row* is stored; see `ensure_usable_key`."""
+        """Ensure that the user of the app in *app_row* is stored; see `update_owner`."""
         if user is not None:
-            return self.ensure_usable_key(user, delta=delta)
+            return self.update_owner(user, delta=delta)
         identity = self._attempt.identity
         row = UserRow(0, app_row, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
@@ -128,13 +128,13 @@ class OwnerChanges:
         self.changes += index_rows.new_row_changes(row_id, entries)
         return user
 
-    def ensure_usable_key(
-        self, owner: Owner, *stored: bytes, delta: JsonObject | None = None
+    def update_owner(
+        self, owner: Owner, *changed_records: bytes, delta: JsonObject | None = None
     ) -> Owner:
-        """Ensure that the owner's row names a usable data key, at least as new as those that
-        encrypt the records *stored*, which this transaction changes; merge *delta* into the state.
+        """Merge *delta* into the state of *owner*, and ensure that its row names a usable data key,
+        at least as new as those of *changed_records*, which this transaction changes.
         """
-        self._guard_current_key(owner.row.tag, owner.row.state, *stored)
+        self._guard_current_key(owner.row.tag, owner.row.state, *changed_records)
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
             owner = self.store_next_version(owner, delta)
@@ -198,9 +198,7 @@ class OwnerChanges:
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
         witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
-        self._attempt.call_when_committed(
-            partial(self._attempt.row_cache.put_owner, witness, owner)
-        )
+        self._attempt.on_success(partial(self._attempt.row_cache.put_owner, witness, owner))
         return owner, witness
 
     def _ensure_first_key(self, owner_tag: bytes) -> None:
@@ -222,23 +220,23 @@ class OwnerChanges:
         if self._keys.current(owner_tag) is None:
             self.new_key(owner_tag)
 
-    def _guard_current_key(self, owner_tag: bytes, *stored: bytes) -> None:
+    def _guard_current_key(self, owner_tag: bytes, *changed_records: bytes) -> None:
         """Make sure that `retire` cannot delete the owner's current data key before the commit.
 
         `retire` never deletes a key at least as new as one that encrypts an unchanged record.  So
-        if the current key is at least as new as the keys of *stored*, nothing is needed.  Otherwise
-        (the newest key belongs to another backend), a change locks the row of the current key.  No
-        change can lock a row in a key database: a new data key is created.
+        nothing is needed if the current key is at least as new as the keys of *changed_records*.
+        Otherwise (the newest key belongs to another backend), a change locks the row of the current
+        key.  No change can lock a row in a key database: a new data key is created.
         """
         keys = self._keys
-        if keys.current_is_as_new_as(owner_tag, *stored):
+        if keys.current_is_as_new_as(owner_tag, *changed_records):
             return
         self._require_fresh_keys()
         if keys.key_ids_of_earlier_attempts:
             keys.choose_current(owner_tag, keys.key_ids_of_earlier_attempts)
-            if keys.current_is_as_new_as(owner_tag, *stored):
+            if keys.current_is_as_new_as(owner_tag, *changed_records):
                 return
-        for record in stored:
+        for record in changed_records:
             # Raise an error if the record's key does not exist.  Otherwise, `current_is_as_new_as`
             # would return False in every attempt, and each attempt would create another key.
             keys.key_of(owner_tag, record)
@@ -259,7 +257,7 @@ class OwnerChanges:
 class Write(StorageOperation[T]):
     """Base class of operations that consist of one transaction on the data database.
 
-    In the audit trail, *audited_as* says what the transaction changes.  If *locks_rows* is True,
+    In the audit trail, *audited_as* says what the transaction changes.  With *always_locks_rows*,
     each attempt locks rows before it reads them, and all its requests are one transaction.
     Otherwise, asyncpg commits each request separately.  All writes run `lock_queries` in the order
     session, app, user: with different orders, two of them could wait for each other.
@@ -268,14 +266,14 @@ class Write(StorageOperation[T]):
     writes = True
     audited_as: ClassVar[str]
 
-    locks_rows: bool = field(default=False, init=False)
+    always_locks_rows: bool = field(default=False, init=False)
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next
     # attempt finds out whether the value is in the database.
     _unconfirmed: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt, executors: Executors) -> T:
-        locks = attempt.locks_rows or self.locks_rows
+        locks = attempt.must_lock_rows or self.always_locks_rows
         steps = self._locked_steps if locks else self.steps
         transaction = partial(steps, attempt, OwnerChanges(attempt))
         run: Callable[..., Awaitable[T]] = executors.data.write
@@ -360,7 +358,7 @@ class CreateSession(Write[SessionView]):
         )  # fmt: skip
         new = NewSession.build(attempt, StoredSession(row, identity.session_id, self.state))
         self._unconfirmed[row.id] = new.session
-        return new.session, new.inserts(attempt)
+        return new.session, new.secondary_inserts(attempt)
 
 
 class NewSession(NamedTuple):
@@ -395,7 +393,7 @@ class NewSession(NamedTuple):
         attempt.cache_session(session, witness)
         return cls(session, witness, other_inserts)
 
-    def inserts(self, attempt: Attempt) -> Changes:
+    def secondary_inserts(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
         witness = Change(sql.INSERT_WITNESS, as_parameters(self.witness))
         return [*claim_user(attempt.identity.user_tag), witness, *self.other_inserts]
@@ -460,7 +458,7 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.ensure_app(app, event.app_delta)
-        owner_changes.ensure_usable_key(user, session.row.state, delta=event.user_delta)
+        owner_changes.update_owner(user, session.row.state, delta=event.user_delta)
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
@@ -520,7 +518,7 @@ class AppendEvent(Write[StoredSession]):
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
         self._unconfirmed[event_row.event] = new
         attempt.cache_session(new)
-        attempt.call_when_committed(partial(self.on_appended, new))
+        attempt.on_success(partial(self.on_appended, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
@@ -530,7 +528,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._unconfirmed.get(row[EVENT_RECORD])
                 if session:
-                    attempt.call_when_committed(partial(self.on_appended, session))
+                    attempt.on_success(partial(self.on_appended, session))
                     return session
         raise StaleRevision
 
@@ -568,7 +566,7 @@ class DeleteSession(Write[bool | None]):
         waits for the lock of that row, then finds no row, and adds no event.
         """
         self._unconfirmed[session.row.id] = True
-        attempt.call_when_committed(partial(attempt.row_cache.forget_session, session.row.tag))
+        attempt.on_success(partial(attempt.row_cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
         return [row, witness, *_deletions_by_id(attempt, session)]
@@ -613,7 +611,7 @@ def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, Stor
     # If the session has more events, the link of the event before the last is not known.
     before = NO_LINK if len(rows.events) == session.row.revision else None
     _, link = sealed_rows.open_events(attempt, session, rows.events, before)
-    sealed_rows.check_head(attempt, session, link)
+    sealed_rows.verify_last_link(attempt, session, link)
     return rows, user, session
 
 

@@ -244,7 +244,7 @@ class RewriteItems(Write[StoredSession]):
     """
 
     audited_as = "rewrite"
-    locks_rows = True  # the number of items has no limit, so several requests insert them
+    always_locks_rows = True  # the number of items has no limit, so several requests insert them
 
     expected: SessionVersion
     items: Sequence[bytes]
@@ -259,7 +259,7 @@ class RewriteItems(Write[StoredSession]):
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
-        owner_changes.ensure_usable_key(user, session.row.state)
+        owner_changes.update_owner(user, session.row.state)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = NewSession.build(attempt, session._replace(row=row, head=links[-1]))

@@ -257,7 +257,7 @@ class ImportSession(_Import[ImportStatus]):
         if max(map(abs, checked)) > _LATEST or not 0 <= self.times[2] <= NEVER:
             raise ValueError("the time of the session or of an event is not a possible time")
         self._groups = event_groups(self.events)
-        self.locks_rows: bool = len(self._groups) > 1
+        self.always_locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
 
     def lock_queries(self) -> Sequence[sa.Executable]:
@@ -271,11 +271,11 @@ class ImportSession(_Import[ImportStatus]):
         app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
-        user_row = self.macs.checked_with_tag(rows, self.identity.user_tag)
+        migrated_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
         if row and row.row_id in self._unconfirmed:
             result: ImportStatus = self._unconfirmed[row.row_id]
             return result
-        if user_row and user_row.is_tombstone:
+        if migrated_user and migrated_user.is_tombstone:
             return ImportStatus.DELETED
         if row:
             copy = CheckedMigratedRow(row, session and session.id_and_revision, self.macs)
@@ -295,7 +295,7 @@ class ImportSession(_Import[ImportStatus]):
         columns = as_parameters(new.session.row) | cached.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_CACHED, columns),
-            *new.inserts(attempt),
+            *new.secondary_inserts(attempt),
             Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
         if not (yield from self._apply(attempt, new, changes)):
@@ -315,7 +315,7 @@ class ImportSession(_Import[ImportStatus]):
         # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
         # then sees that tombstone.
         remember = Change(sql.INSERT_MIGRATED, row._asdict())
-        changes = [remember, *owner_changes.changes, insert, *new.inserts(attempt)]
+        changes = [remember, *owner_changes.changes, insert, *new.secondary_inserts(attempt)]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 
@@ -327,7 +327,7 @@ class ImportSession(_Import[ImportStatus]):
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owner_changes.ensure_usable_key(user, old.row.state)
+        owner_changes.update_owner(user, old.row.state)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owner_changes, old, new)
         changes.append(_update(row, new_row))
@@ -335,12 +335,12 @@ class ImportSession(_Import[ImportStatus]):
             raise Conflict
 
     def _new(
-        self, attempt: Attempt, user_row: int, result: ImportStatus
+        self, attempt: Attempt, user_row_id: int, result: ImportStatus
     ) -> tuple[NewSession, MigratedRow]:
         """Return a new session and its row of `secure_migrated`."""
         tag = self.identity.session_tag
         self._links = links = [new_link() for _ in self.events]
-        row = SessionRow(new_row_id(), user_row, tag, len(links), NO_SNAPSHOT, *self.times, b"")
+        row = SessionRow(new_row_id(), user_row_id, tag, len(links), NO_SNAPSHOT, *self.times, b"")
         self._unconfirmed[row.id] = result
         head = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self.state, head=head)
@@ -555,10 +555,10 @@ class Imports:
             tags = {key: index.tag_of(*key) for key in wanted if len(key) == number}
             rows |= await self._rows_for_tags(table, macs, tags)
         user_tags = {key: index.tag_of(*key[:2]) for key in wanted if len(key) == 3}
-        for key, user_row in (await self._rows_for_tags(users, macs, user_tags)).items():
-            if user_row.row.is_tombstone:
+        for key, migrated_user in (await self._rows_for_tags(users, macs, user_tags)).items():
+            if migrated_user.row.is_tombstone:
                 version = rows[key].current_version if key in rows else None
-                rows[key] = user_row._replace(current_version=version)
+                rows[key] = migrated_user._replace(current_version=version)
         return rows
 
     async def add_tombstone(

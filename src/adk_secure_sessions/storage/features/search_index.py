@@ -200,7 +200,7 @@ class CorrectIndexRows(Write[int]):
     """
 
     audited_as = "index"
-    locks_rows = True  # nobody may change the state between the read and the changes
+    always_locks_rows = True  # nobody may change the state between the read and the changes
 
     keys: Collection[bytes]
     of_user: bool
