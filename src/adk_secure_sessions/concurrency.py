@@ -116,6 +116,13 @@ def call_later(seconds: float, method: Callable[..., object], *args: object) -> 
     return asyncio.get_running_loop().call_later(seconds, call, context=Context())
 
 
+async def to_thread(call: Callable[..., T], *args: object) -> T:
+    """Do the same as `asyncio.to_thread`, with which the debug log of asyncio quotes the result."""
+    results: list[T] = []
+    await asyncio.to_thread(lambda: results.append(call(*args)))
+    return results[0]
+
+
 async def gather_all(*awaitables: Awaitable[T]) -> list[T]:
     """Await all *awaitables* at the same time, and return their results in the same order.
 

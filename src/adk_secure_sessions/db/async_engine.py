@@ -199,7 +199,12 @@ class AsyncEngineExecutor:
         If *work* is *interruptible*, because it writes nothing, a cancellation ends its query.
         """
         self.begin_call()
-        task = asyncio.ensure_future(work())
+        results: list[T] = []
+
+        async def run() -> None:
+            results.append(await work())  # the debug log of asyncio quotes the result of a task
+
+        task = asyncio.ensure_future(run())
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
 
@@ -209,7 +214,8 @@ class AsyncEngineExecutor:
             elif interruptible:
                 self._interrupt(task)
 
-        return await await_to_end(task, on_commit, on_cancel)
+        await await_to_end(task, on_commit, on_cancel)
+        return results[0]
 
     def _change(self, connection: sa.Connection, change: Change) -> int:
         """Return how many rows *change* matched."""

@@ -5,7 +5,6 @@ paths of a directory and the names of the objects in a bucket, and of `ServiceAr
 names the sessions.
 """
 
-import asyncio
 import codecs
 import io
 import json
@@ -23,6 +22,7 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+from adk_secure_sessions.concurrency import to_thread
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, SecureSessionError
 from adk_secure_sessions.formats.json_text import MAX_LEVELS, JsonObject, exact_values
 from adk_secure_sessions.hiding import hides_locals
@@ -132,7 +132,7 @@ class ArtifactSource:
 
 
 async def _in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    return await _translate_errors(asyncio.to_thread(call, *arguments))
+    return await _translate_errors(to_thread(call, *arguments))
 
 
 async def _translate_errors(call: Awaitable[T]) -> T:

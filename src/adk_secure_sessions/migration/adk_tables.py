@@ -7,7 +7,6 @@ it does not block google-adk's writers for long.  `adk_sql` contains the queries
 converts the rows.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import tzinfo
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.concurrency import to_thread
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Executor, retried
@@ -219,7 +219,7 @@ class AdkTables(Source):
         """Convert rows in a thread: parsing a long session, decrypting it or loading its pickles
         would block the event loop.
         """
-        return await asyncio.to_thread(convert, await self.queries(), rows)
+        return await to_thread(convert, await self.queries(), rows)
 
     async def _pages(
         self, query: Callable[..., list[T]], size: int, **arguments: Any

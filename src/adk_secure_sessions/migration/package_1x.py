@@ -4,7 +4,6 @@ That distribution is another author's, with the same name.  It encrypts states a
 stores them in tables like google-adk's.  `crypto.package_1x` describes the stored values.
 """
 
-import asyncio
 from collections.abc import Iterable
 from datetime import UTC, tzinfo
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.concurrency import to_thread
 from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
@@ -93,7 +93,7 @@ class Package1x(AdkTables):
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.run_decoded(work)
             samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, limit=2)))
-            states = await asyncio.to_thread(
+            states = await to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )
             reasons = [state.reason for state in states if isinstance(state, Unreadable)]
