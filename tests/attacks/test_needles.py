@@ -149,7 +149,7 @@ async def test_files_and_logs_contain_nothing_of_what_users_say(
 @pytest.mark.parametrize("as_engine", [False, True], ids=["URL", "engine"])
 async def test_debug_log_of_asyncio_shows_no_end_of_a_result(url: str, as_engine: bool) -> None:
     """asyncio shortens the results of tasks and futures that it logs, but shows their ends."""
-    who = {"app_name": "clinic", "user_id": "ada", "session_id": "s"}
+    who: dict[str, Any] = {"app_name": "clinic", "user_id": "ada", "session_id": "s"}
     with everything_logged(every_callback=True) as log:
         async with opened(url, AesGcmBackend(KEY), as_engine=as_engine) as service:
             session = await service.create_session(**who, state={"k": "NEEDLE", "user:k": "NEEDLE"})

@@ -327,3 +327,46 @@ async def test_file_with_half_of_a_transaction_is_not_read(name: str) -> None:
     code, message = found
     assert code == "SQLITE_READONLY_ROLLBACK"
     assert "copy the file, and the files beside it" in message
+
+
+# --- starting threads ----------------------------------------------------------------------------
+
+
+def alive() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name.startswith("adk-secure-sessions")}
+
+
+@on_file
+async def test_threads_that_were_started_end_if_another_cannot_start(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await numbers.close()
+    before, start = alive(), threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if "reader" in thread.name:
+            raise RuntimeError("no more threads")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        await numbers.read(ALL, {})
+    for thread in alive() - before:
+        thread.join(5)
+    assert alive() == before
+    monkeypatch.undo()
+    assert await numbers.read(ALL, {}) == []
+
+
+@on_file
+async def test_write_that_meets_close_after_grouped_writes_leaves_no_threads(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = alive() - {one.thread for one in numbers._threads}
+    await asyncio.gather(*(numbers.write(partial(add, number)) for number in range(20)))
+    assert numbers._threads[0].last_batch_was_group
+    write = asyncio.create_task(numbers.write(partial(add, 20)))
+    close = asyncio.create_task(numbers.close())
+    assert await asyncio.wait_for(write, 10)
+    await close
+    assert alive() == before

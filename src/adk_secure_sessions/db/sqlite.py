@@ -233,6 +233,7 @@ class SqliteExecutor:
         return await self._submit(run, reads=not commit, needs_sqlalchemy=True)
 
     async def close(self) -> None:
+        await asyncio.sleep(0)  # after the writes that `_submit` has delayed
         with _lock.lock:
             if os.getpid() != self._pid:
                 self._forget_parent()
@@ -257,9 +258,8 @@ class SqliteExecutor:
             # In the next iteration of the event loop, after the other tasks of this one have added
             # their jobs, too.  The writer would begin with the first of them, because serializing
             # an event releases the GIL: for 50 tasks, it would make twice as many commits.
-            job.loop.call_soon(self._queue, job)
-        else:
-            self._queue(job)
+            await asyncio.sleep(0)
+        self._queue(job)
         try:
             result: T = await job
         finally:  # also if the caller was cancelled while the thread ran the job
@@ -285,10 +285,16 @@ class SqliteExecutor:
 
     def _start(self) -> "list[WorkerThread]":
         number = 1 if self._memory else 1 + _READERS
-        self._threads = [
-            WorkerThread(self._engine, self._file, self._read_timeout, writes=index == 0)
-            for index in range(number)
-        ]
+        threads: list[WorkerThread] = []
+        try:
+            for index in range(number):
+                made = WorkerThread(self._engine, self._file, self._read_timeout, writes=index == 0)
+                threads.append(made)
+        except BaseException:  # the process may have no more threads
+            for thread in threads:
+                thread.queue.put(None)
+            raise
+        self._threads = threads
         self._finalizer = weakref.finalize(self, _stop, self._threads)
         if not self._memory:
             _file_threads.update(self._threads)
