@@ -7,16 +7,20 @@ YugabyteDB: at SERIALIZABLE, PostgreSQL reports conflicts with the same SQLSTATE
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.maintenance import Database, verify
+from adk_secure_sessions.maintenance import Database, fill_index, verify
+from adk_secure_sessions.storage.features.index_rows import complete
 from tests.galera import NODES, Galera
 from tests.processes import children
-from tests.servers import Server
+from tests.servers import Server, for_service
 
 KEY = bytes(range(32))
 PROCESSES = 4
@@ -116,3 +120,28 @@ def test_no_task_fails_and_no_change_is_lost_while_many_write_one_state(
     written = sum(expected.values())
     print(f"{written} writes in {seconds:g} s")
     assert written > PROCESSES * tasks
+
+
+async def test_an_index_that_is_filled_while_a_service_starts_stays_complete(
+    postgresql: Server,
+) -> None:
+    names: dict[str, Any] = {"app_name": "app", "user_id": "u"}
+    with postgresql.database() as place, closing(sa.create_engine(place).connect()) as connection:
+        url = for_service(place)
+        async with (
+            open_service(url) as first,
+            EncryptedSessionService(url, AesGcmBackend(KEY), indexed_state_keys=["n"]) as service,
+            Database(url, AesGcmBackend(KEY)) as db,
+        ):
+            await first.create_session(**names, state={"n": 1})
+            await fill_index(db, "app", ["n"])
+            keyring = await db.keyring()
+            complete(keyring, [keyring.index_master.state_key_tag("app", "n")], connection)
+            creation = asyncio.create_task(service.create_session(**names, state={"n": 1}))
+            waiting = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            while not (connection.scalar(waiting) or creation.done()):
+                await asyncio.sleep(0.01)
+            connection.commit()
+            await creation
+            found = await service.find_sessions(app_name="app", key="n", value=1)
+    assert len(found.sessions) == 2

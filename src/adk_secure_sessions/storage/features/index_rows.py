@@ -145,9 +145,13 @@ def _stored_state(
 
 
 def _put_mark(mark: StateIndexRow, connection: sa.Connection) -> None:
-    """Store *mark*, whatever mark of the key is stored."""
-    withdraw([mark.key_tag], connection)
-    connection.execute(sa.insert(state_index).values(**mark._asdict()))
+    """Store *mark*, whatever mark of the key is stored.
+
+    It is not deleted and inserted: to a transaction of PostgreSQL that waits in `_stored_state`, it
+    would then be missing.
+    """
+    for change in update_changes(INDEX_MARK, {mark.key_tag: mark.value_tag}):
+        connection.execute(change.statement, change.parameters)
 
 
 # --- Rows -----------------------------------------------------------------------------------------
