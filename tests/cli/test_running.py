@@ -163,6 +163,16 @@ def test_check_gives_up_when_nothing_answers() -> None:
     assert "secret" not in said.stdout + said.stderr
 
 
+def test_check_gives_up_while_another_process_holds_the_file(file: str, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        began = time.monotonic()
+        said = run("check", *on(file), "--timeout", "0.5")
+    assert (said.code, "within 0.5 s" in said.stderr) == (2, True)
+    assert time.monotonic() - began < 10
+
+
 # --- commands that only read ---------------------------------------------------------------------
 
 ONLY_READ = {

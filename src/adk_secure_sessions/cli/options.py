@@ -203,8 +203,14 @@ def on_database(
             del options["as_json"]  # `print_result` asks click for it
             packing = Packing(options.pop("compression", None), options.pop("padding", None))
             backends = () if keys == "none" else _backends(options, required=keys == "required")
+            engine_options: dict[str, Any] = {}
+            if "timeout" in options and db.startswith("sqlite"):
+                # `check` waits for its thread, which waits for a lock on the file.
+                engine_options["connect_args"] = {"timeout": min(options["timeout"], 30.0)}
             with one_line_errors():
-                database = maintenance.Database(db, *backends, key_db_url=key_db, packing=packing)
+                database = maintenance.Database(
+                    db, *backends, key_db_url=key_db, packing=packing, **engine_options
+                )
                 log = None if audit_log is None else audit.open_file(audit_log)
             with audit.appending_to(log):
                 return command(db=database, **options)
