@@ -82,7 +82,7 @@ class Erasure(Result):
 
     @property
     def rows(self) -> int:
-        """The number of deleted rows in all tables."""
+        """The number of deleted rows, without those of the search index."""
         return sum(self.numbers)
 
     @property
