@@ -420,6 +420,12 @@ def test_path_that_does_not_exist_is_named_with_advice(arguments: list[str], fil
     assert said == (2, "", f"Error: '{path}' cannot be used: {advice}\n")
 
 
+def test_heads_without_a_trail_are_rejected_before_the_rows_are_checked(file: str) -> None:
+    said = run("verify", "--heads", "/dev/null", *on(file))
+    assert (said.code, said.stdout) == (2, "")
+    assert "the database has no audit trail" in said.stderr
+
+
 def test_output_that_is_full_is_reported_in_one_line(file: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
