@@ -117,16 +117,19 @@ def retirement_notes(result: maintenance.Retirement) -> Iterator[str]:
 
 
 def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
-    if not result.rows:
-        yield "there is no such user" if result.has_app else "there is no such app"
+    is_unknown = not (result.rows or result.has_app)
+    if is_unknown:
+        yield "there is no such app"
+    elif not result.rows:
+        yield "there is no such user"
     elif result.missing_part:
         remain = "run `verify`, which lists any rows of the user that remain"
         yield f"{result.missing_part} was missing: {remain}"
     elif result.keys_were_deleted:
         yield "a run that was interrupted had already deleted the data key"
-    if result.cleared:
+    if result.cleared and not is_unknown:
         yield "freed space does not hold the wrapped data key"
-    elif not dry_run:
+    elif not (dry_run or is_unknown):
         yield f"freed space may hold the wrapped data key: {result.obstacle}"
     if result.was_migrated:
         yield "the source of the migration may still contain the user: delete the user there, too"

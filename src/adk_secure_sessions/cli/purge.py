@@ -1,6 +1,7 @@
 """The commands that delete what is old: `purge`, and `erase-user`, which erases a user."""
 
 import sys
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -19,6 +20,14 @@ from adk_secure_sessions.cli.options import (
 )
 from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import main, run
+from adk_secure_sessions.formats.times import of_datetime
+
+# An age of 999999w reaches further back.
+_YEAR_1 = of_datetime(datetime.min.replace(tzinfo=UTC))
+
+
+def _text_of(before: int) -> str:
+    return "the year 1" if before < _YEAR_1 else utc_text(before)
 
 
 @main.group()
@@ -43,7 +52,7 @@ def purge_sessions(db: Database, **options: Any) -> None:
           --older-than 90d --dry-run
     """
     result = run(db, maintenance.purge, label="purge", **options)
-    since = "" if result.before is None else f" or were last used before {utc_text(result.before)}"
+    since = "" if result.before is None else f" or were last used before {_text_of(result.before)}"
     print_result(result, [f"such sessions have expired{since}"])
 
 
@@ -62,7 +71,7 @@ def purge_audit(db: Database, **options: Any) -> None:
           --older-than 2200d --dry-run
     """
     result = run(db, maintenance.purge_audit, label="purge audit", nouns="records", **options)
-    note = f"such chains were last used before {utc_text(result.before)}"
+    note = f"such chains were last used before {_text_of(result.before)}"
     print_result(result, [note])
 
 
