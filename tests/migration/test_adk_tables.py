@@ -169,6 +169,8 @@ async def test_scope_selects_sessions_by_last_update(adk: Adk) -> None:
         assert await source.count(selection) == 3
         assert await source.count(Selection("app")) == 4
         assert await source.count(Selection()) == 5
+        with pytest.raises(ConfigurationError, match="years 2 to 9998"):
+            await source.count(Selection(since=-(10**18)))
 
 
 async def test_version_changes_with_every_change(adk: Adk) -> None:

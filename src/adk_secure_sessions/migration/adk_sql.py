@@ -386,7 +386,10 @@ class AdkQueries:
 
     def _is_since(self, since: int) -> Any:
         updated_at = SESSIONS.c.update_time
-        naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
+        try:
+            naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
+        except (OverflowError, ValueError):
+            raise ConfigurationError("since (--since) must be in the years 2 to 9998") from None
         if self.dialect != "sqlite":
             return updated_at >= sa.literal(naive, sa.DateTime())
         # A row may hold text or seconds.  In SQLite, any text is greater than any number.  So
