@@ -445,6 +445,21 @@ async def test_content_that_cannot_be_decrypted_is_reported(
         assert (await export_lines(db, written.append, skip_bad=True)).bad
 
 
+async def test_line_has_the_state_of_a_user_whose_sessions_cannot_be_decrypted(
+    file_url: str,
+) -> None:
+    await fill(file_url, users=["ada"], sessions=1)
+    async with EncryptedSessionService(file_url, BACKEND) as service:
+        await service.create_session(app_name=APP, user_id="ada", state={"user:u": 1})
+    run_sql(file_url, "UPDATE secure_sessions SET revision = revision + 1")
+    written: list[bytes] = []
+    async with Database(file_url, BACKEND) as db:
+        done = await export_lines(db, written.append, skip_bad=True)
+    assert (done.bad, done.sessions, done.states) == (2, 0, 1)
+    (line,) = map(json.loads, written)
+    assert (line["session_id"], line["state"]["user"]) == (None, {"u": 1})
+
+
 async def test_wrong_key_leaves_no_file(file_url: str, adk_file: str, tmp_path: Path) -> None:
     await fill(file_url)
     async with Database(file_url, AesGcmBackend(NEW)) as db, AdkTarget(adk_file) as opened:

@@ -298,8 +298,11 @@ async def test_two_runs_at_once_copy_everything_once(url: str) -> None:
 async def test_run_stops_at_a_bad_session_and_continues_when_it_is_repaired(file_url: str) -> None:
     source = filled(sessions=30)
     source.spoil("bob", "s3")
-    done = await copy(source, file_url)
+    said: list[tuple[int, int]] = []
+    done = await copy(source, file_url, progress=lambda *pair: said.append(pair))
     assert (done.stopped, done.bad, done.behind) == (True, 1, 0)
+    assert said[-1][0] < 60
+    assert said[-1][1] == 60
     assert 30 <= done.copied < 60
     (finding,) = done.findings
     assert finding.reason == "its state is not JSON"

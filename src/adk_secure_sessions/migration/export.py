@@ -41,7 +41,7 @@ class Export(Result):
         events: How many events these sessions have.
         unchanged: How many sessions the target had already, with the same content.
         states: How many states of apps and users were written.  For `export_lines`, the number of
-            lines of users without sessions.
+            lines of users of whom no session was written.
         bad: How many sessions and states were not exported.  They cannot be decrypted, or
             google-adk's database cannot hold them, or the target has other content for their ids.
         stopped: Whether the run stopped at the first of these bad sessions and states.
@@ -106,8 +106,8 @@ async def export_lines(
 ) -> Export:
     """Decrypt all sessions, and write one line of JSON for each session.
 
-    A user who has a state but no session also has a line, without a session id.  Expired sessions,
-    artifacts and memory are not exported.
+    A user who has a state, but no session that can be exported, has a line without a session id:
+    otherwise, the state would be lost.  Expired sessions, artifacts and memory are not exported.
 
     Args:
         write: Called with each line, in UTF-8 and with the line feed.
@@ -141,9 +141,9 @@ class _ExportRun(ABC):
         self._meter = Meter(progress, passes * number, None)
         try:
             await self._write()
+            self._meter.finish()
         except StopAtBad:
             self._result.stopped = True
-        self._meter.finish()
         return self._findings.write_to(self._result)
 
     @abstractmethod
@@ -279,7 +279,7 @@ class _ExportOfLines(_ExportRun):
                     self._result.events += len(content.events)
         runner = self._db.runner
         async for ids, state in self._readable_states():
-            if len(ids) > 1 and state != b"{}":  # write a line if the user has no session
+            if len(ids) > 1 and state != b"{}":  # write a line if no session has one
                 identity = await runner.identify(ids[0], ids[1])
                 options = reads.PageOptions(1, with_snapshots=False, skips_unreadable=True)
                 if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
@@ -305,7 +305,7 @@ class _ExportOfLines(_ExportRun):
 
 
 def _line(ids: Ids, app_state: bytes, user_state: bytes, content: SessionContent | None) -> bytes:
-    """Return the line of a session or, if *content* is None, of a user without sessions.
+    """Return the line of a session or, if *content* is None, of a user without such lines.
 
     The JSON is inserted as it is stored: parsing would take most of the time.
     """

@@ -169,9 +169,9 @@ async def migrate(
         async for _ in run.scan.changed_or_new():  # also finds the copies for `report_gone`
             result.behind += 1
         await run.report_gone(delete=delete_gone)
+        run.meter.finish()
     except StopAtBad:
         result.stopped = True
-    run.meter.finish()
     result.has_artifacts_or_memory = await source.has_artifacts_or_memory()
     return findings.write_to(result)
 
