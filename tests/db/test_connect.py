@@ -49,7 +49,7 @@ def engine() -> AsyncEngine:
 def test_url_leads_to_its_kind_of_executor(url: Any, kind: type) -> None:
     found = executors(url)
     assert type(found.data) is kind
-    assert found.keys is found.data
+    assert found.key_tables is found.data
 
 
 def test_engine_leads_to_its_kind_of_executor(engine: AsyncEngine) -> None:

@@ -139,12 +139,12 @@ class Executors(NamedTuple):
     """The executors for the data tables and for the key tables, which may be the same object."""
 
     data: Executor
-    keys: Executor
+    key_tables: Executor
 
     @property
     def has_key_database(self) -> bool:
         """Whether the key tables are in a key database, separate from the data."""
-        return self.keys is not self.data
+        return self.key_tables is not self.data
 
     async def close(self) -> None:
         """Close the connections of all executors."""
@@ -152,7 +152,7 @@ class Executors(NamedTuple):
             await self.data.close()
         finally:
             if self.has_key_database:
-                await self.keys.close()
+                await self.key_tables.close()
 
 
 def run_steps(
@@ -253,3 +253,18 @@ async def retried(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> 
             return await work()
         except (UniqueViolation, Conflict, Disconnected) as error:
             await retries.wait(error)
+
+
+class RetryingExecutor(NamedTuple):
+    """Runs queries and transactions on one database, and repeats them as `retried` does."""
+
+    executor: Executor
+
+    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        """Run one query; repeat the query if the connection is lost."""
+        return await retried(lambda: self.executor.read(query, parameters))
+
+    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+        """Run *work* in one transaction, and in a new one after a conflict."""
+        run = self.executor.run_sync
+        return await retried(lambda: run(work, commit=commit), writes=True)

@@ -257,7 +257,7 @@ class _TrailChecker:
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
         report_unlisted_trail(self._db, self.problems)
-        ((number,),) = await self._db.runner.read(_WRONG_KEYS, {"empty": b""})
+        ((number,),) = await self._db.runner.data.read(_WRONG_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
@@ -268,7 +268,8 @@ class _TrailChecker:
         Neither is authenticated.
         """
         query, size = (_CHAINS, _columns.chain), self._db.limits.ids_per_statement
-        async for page in pages(self._db.runner.read, *query, size, lambda *row: row, empty=b""):
+        read = self._db.runner.data.read
+        async for page in pages(read, *query, size, lambda *row: row, empty=b""):
             for chain, last_time in page:
                 yield chain, last_time
 
@@ -348,12 +349,12 @@ class _TrailChecker:
 
     async def check_purged(self) -> None:
         query = _STORED_CHAINS, _columns.chain
-        for (chain,) in await rows_where(self._db.runner.read, *query, self.purged_heads):
+        for (chain,) in await rows_where(self._db.runner.data.read, *query, self.purged_heads):
             detail = "the chain was purged, and is stored again: it was replayed"
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 
     async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
-        read, size, key = self._db.runner.read, self._db.limits.rows, _columns.number
+        read, size, key = self._db.runner.data.read, self._db.limits.rows, _columns.number
         async for rows in pages(read, _RECORDS, key, size, lambda *row: row, chain=chain):
             for number, moment, record in rows:
                 yield number, moment, record

@@ -203,8 +203,8 @@ class Database(HoldsSecrets, ClosedByWith):
     def reader_of(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
-        """Return `OperationRunner.read_keys` if *table* is a key table, otherwise `read`."""
-        return self.runner.read_keys if table in (keyring, data_keys) else self.runner.read
+        """Return the function that reads *table*, a key table or another one."""
+        return (self.runner.key_tables if table in (keyring, data_keys) else self.runner.data).read
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
@@ -218,7 +218,7 @@ class Database(HoldsSecrets, ClosedByWith):
             return
         is_listed = FeatureName.AUDIT in keyring.features
         if not is_listed:
-            self.trail_was_unlisted |= bool(await self.runner.read(_ANY_RECORD, {}))
+            self.trail_was_unlisted |= bool(await self.runner.data.read(_ANY_RECORD, {}))
         if command is None:
             return
         try:

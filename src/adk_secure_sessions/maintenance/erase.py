@@ -126,10 +126,10 @@ async def erase_user(
     ids = await db.runner.identify(app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
-    has_app = bool(await db.runner.read(select_id_by_tag(apps), {"tag": ids.app_tag}))
+    has_app = bool(await db.runner.data.read(select_id_by_tag(apps), {"tag": ids.app_tag}))
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
-    was_migrated = await db.runner.run_on_data(partial(has_table, table=migrated), commit=False)
+    was_migrated = await db.runner.data.run(partial(has_table, table=migrated), commit=False)
     if was_migrated and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
     headers: set[bytes] = set()
@@ -144,9 +144,9 @@ async def erase_user(
         deleted |= _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
 
     if has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        await db.runner.run_on_keys(partial(delete, deletes_rows=False))
+        await db.runner.key_tables.run(partial(delete, deletes_rows=False))
     try:
-        await db.runner.run_on_data(partial(delete, deletes_keys=not has_key_database))
+        await db.runner.data.run(partial(delete, deletes_keys=not has_key_database))
     except SecureSessionError as error:
         if dry_run or not (has_key_database and deleted[data_keys.name]):
             raise
@@ -161,7 +161,7 @@ async def erase_user(
     if not dry_run:
         empty_caches()
         obstacle = await clear_deleted_bytes(
-            executors.keys, data_keys, db.limits.lock_wait, rewrites_table=rewrite
+            executors.key_tables, data_keys, db.limits.lock_wait, rewrites_table=rewrite
         )
     return Erasure(
         data_keys=deleted[data_keys.name],

@@ -105,8 +105,9 @@ async def lookup(
             tags.append(("collection", sessions, tag))
     locations = []
     for kind, table, tag in tags:
-        ids = [row_id for (row_id,) in await db.runner.read(select_id_by_tag(table), {"tag": tag})]
-        locations.append(Location(kind, table.name, tag.hex(), ids[0] if ids else None))
+        rows = await db.runner.data.read(select_id_by_tag(table), {"tag": tag})
+        row_id = next((row_id for (row_id,) in rows), None)
+        locations.append(Location(kind, table.name, tag.hex(), row_id))
     return tuple(locations)
 
 

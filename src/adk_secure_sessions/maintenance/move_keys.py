@@ -17,7 +17,6 @@ which steps are done.  Each transaction checks that no other run has begun meanw
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,7 +25,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor, Parameters, Row, retried
+from adk_secure_sessions.db.protocol import RetryingExecutor
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow, open_keyring
@@ -124,15 +123,6 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     return moved
 
 
-class _Side(NamedTuple):
-    """One of the two databases; `run_sync` runs a function in a transaction there."""
-
-    name: KeyPlace
-    executor: Executor
-    read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
-    run_sync: Callable[[Callable[[sa.Connection], None]], Awaitable[None]]
-
-
 class _MoveState(NamedTuple):
     """What the two databases contain; *is_switched* says that the keys in the target are valid."""
 
@@ -152,9 +142,8 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run_id = secrets.token_hex(16)
-        runner = db.runner
-        data = _Side("db", runner.executors.data, runner.read, runner.run_on_data)
-        keys = _Side("key-db", runner.executors.keys, runner.read_keys, runner.run_on_keys)
+        data, keys = db.runner.data, db.runner.key_tables
+        self._to: KeyPlace = to
         self._to_key_db = to == "key-db"
         self._source, self._target = (data, keys) if self._to_key_db else (keys, data)
 
@@ -164,10 +153,10 @@ class _Move:
         has_begun = state.is_switched or FeatureName.MOVING in state.source.features
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
-                await side.run_sync(partial(self._claim, survey.meta_rows))
+                await side.run(partial(self._claim, survey.meta_rows))
         if not state.is_switched:
             await self._park_and_copy(state)
-            await self._db.runner.run_on_data(self._switch)
+            await self._db.runner.data.run(self._switch)
             state = await self._survey_and_check()
         source, target = state.source, state.target
         target_keys = await _fingerprint(self._target)
@@ -175,20 +164,19 @@ class _Move:
             raise ConfigurationError(_IN_USE)
         tables = [table for table in (keyring, data_keys) if table.name in source.tables]
         if source.format_version is not None:
-            await self._source.run_sync(partial(self._delete_source_keys, tables, target_keys))
+            await self._source.run(partial(self._delete_source_keys, tables, target_keys))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.features_text(target.features - {FeatureName.MOVING})
-        await self._target.run_sync(
+        await self._target.run(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)
         )
-        to, cleared = self._target.name, not obstacles
-        return KeyMove(to, *target_keys[:2], has_begun, cleared, tuple(obstacles))
+        return KeyMove(self._to, *target_keys[:2], has_begun, not obstacles, tuple(obstacles))
 
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_each()
-        executors, backends = self._db.runner.executors, self._db.runner.backends
-        await retried(lambda: executors.keys.run_sync(_reject_in_memory, commit=False))
+        backends = self._db.runner.backends
+        await self._db.runner.key_tables.run(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
         if data.database_id is None:
@@ -212,7 +200,7 @@ class _Move:
         load_features(holder, unwrapped)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
-            raise _unfinished_opposite(self._source.name)
+            raise _unfinished_opposite("db" if self._to_key_db else "key-db")
         state = _MoveState(source, target, is_switched, unwrapped)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
@@ -252,7 +240,7 @@ class _Move:
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source)
         moving = state.features_text(source.features | {FeatureName.MOVING})
-        await self._source.run_sync(partial(self._park_source, source, moving))
+        await self._source.run(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
@@ -260,10 +248,10 @@ class _Move:
         if self._to_key_db:
             meta_rows[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.master_rows]
-        await self._target.run_sync(partial(self._create_target, state.target, meta_rows, masters))
+        await self._target.run(partial(self._create_target, state.target, meta_rows, masters))
         meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
-            await self._target.run_sync(partial(self._insert_data_keys, rows))
+            await self._target.run(partial(self._insert_data_keys, rows))
             await meter.advance(len(rows))
         meter.finish()
         if await _fingerprint(self._source) != await _fingerprint(self._target):
@@ -382,14 +370,14 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
     return row._replace(id=~row.id) if row.id < 0 else row
 
 
-async def _fingerprint(side: _Side) -> tuple[int, int, str]:
+async def _fingerprint(database: RetryingExecutor) -> tuple[int, int, str]:
     """Return the numbers of master keys and data keys, and a hash of all rows, as if unparked."""
     digest, masters, number = hashlib.sha256(), [], 0
-    async for rows in pages(side.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
+    async for rows in pages(database.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
         masters += [_unparked(row) for row in rows]
     for master in sorted(masters):
         digest.update(repr(tuple(master)).encode())
-    async for keys in pages(side.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
+    async for keys in pages(database.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
         for row in keys:
             numbers = (row.id, row.generation, row.backend_id, row.created_at)
             are_sound = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)

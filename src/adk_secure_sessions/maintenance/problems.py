@@ -145,12 +145,13 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
     All events of one session are one tuple.
     """
+    read = db.runner.data.read
     for key, query in _ORPHAN_QUERIES.items():
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.
             walked = sessions.c.id if key.name == "session_row" else key
-            async for row_range in row_ranges(db.runner.read, walked, db.limits.ids_per_statement):
-                for row, number in await row_range.read(db.runner.read, query, key):
+            async for row_range in row_ranges(read, walked, db.limits.ids_per_statement):
+                for row, number in await row_range.read(read, query, key):
                     name = row.hex() if isinstance(row, bytes) else str(row)
                     yield key.table.name, name, number
 

@@ -82,7 +82,7 @@ async def purge(
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": cutoff, "now": now}
-    ((total,),) = await db.runner.read(_NUMBER_OF_DUE, times)
+    ((total,),) = await db.runner.data.read(_NUMBER_OF_DUE, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     result = Purge(before=before)

@@ -130,13 +130,13 @@ async def retire(
     await reject_orphans(db)
     throttle = Meter(rate=rows_per_second)
     await _reject_unreadable_sessions(db, throttle)
-    ((total,),) = await db.runner.read_keys(_NUMBER_OF_OWNERS, {})
+    ((total,),) = await db.runner.key_tables.read(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total))
     kept_keys: CappedList[KeptKey] = CappedList()
     deleted, spare = Counter[int](), 0  # data keys by the id of their master
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
     async for owners in pages(
-        db.runner.read_keys, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner
+        db.runner.key_tables.read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner
     ):
         for owner in owners:
             keys = await _retire_data_keys(db, owner, dry_run, throttle)
@@ -158,7 +158,7 @@ async def retire(
         master_ids = deleted_ids or master_ids
         return kept
 
-    kept_keys.extend(await db.runner.run_on_keys(retire_masters, commit=not dry_run))
+    kept_keys.extend(await db.runner.key_tables.run(retire_masters, commit=not dry_run))
     return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
@@ -222,7 +222,7 @@ async def _retire_data_keys(
         deleted = decision.deletable or deleted  # as for masters
         return decision
 
-    decision = await db.runner.run_on_data(decide_and_delete, commit=not dry_run)
+    decision = await db.runner.data.run(decide_and_delete, commit=not dry_run)
     if not has_key_database:
         return decision._replace(deletable=deleted)
     if decision.deletable and not dry_run:
@@ -231,7 +231,7 @@ async def _retire_data_keys(
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.run_on_keys(partial(_delete_keys, decision.deletable))
+        await db.runner.key_tables.run(partial(_delete_keys, decision.deletable))
     return decision
 
 

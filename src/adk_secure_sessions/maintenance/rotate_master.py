@@ -152,7 +152,7 @@ class _MasterRotationRun(RotationRun):
             await unwrap_master_key(created, {root.key_id: root}, database_id)
             # The new row changes the number of rows: at the latest when a service stores a data
             # key, it detects that, and reads the keyring again.
-            await self._db.runner.run_on_keys(partial(store_master_keys, survey, [created]))
+            await self._db.runner.key_tables.run(partial(store_master_keys, survey, [created]))
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.rotated
@@ -180,9 +180,9 @@ class _MasterRotationRun(RotationRun):
         for before, after in pairs:
             decrypt = partial(unwrap_data_key, after, keyring)
             require_same(data_keys.name, after.id, keys[before], decrypt)
-        await self._db.runner.run_on_keys(partial(_store_rewrapped, pairs, master_id))
+        await self._db.runner.key_tables.run(partial(_store_rewrapped, pairs, master_id))
         new_rows = {after for _, after in pairs}
-        read, ids = self._db.runner.read_keys, [before.id for before, _ in pairs]
+        read, ids = self._db.runner.key_tables.read, [before.id for before, _ in pairs]
         stored_rows = await rows_where(read, DATA_KEYS, data_keys.c.id, ids)
         self.result.rotated += sum(DataKeyRow(*values) in new_rows for values in stored_rows)
 

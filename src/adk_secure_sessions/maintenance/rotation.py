@@ -100,7 +100,7 @@ class RotationRun(ABC):
         if self._dry_run or self.result.left or self.result.bad:
             await self._reject_other_rotation()
         else:
-            await self._db.runner.run_on_data(self._remove_checkpoint)
+            await self._db.runner.data.run(self._remove_checkpoint)
         self._meter.finish()
 
     @abstractmethod
@@ -133,7 +133,7 @@ class RotationRun(ABC):
         """Raise SecureSessionError if another rotation was started after this one."""
         if self._dry_run:
             return
-        for (value,) in await self._db.runner.read(meta.VALUE, {"name": self._checkpoint}):
+        for (value,) in await self._db.runner.data.read(meta.VALUE, {"name": self._checkpoint}):
             self._reject_other_checkpoint(value)
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
@@ -155,7 +155,7 @@ class RotationRun(ABC):
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
-            if self._dry_run or await self._db.runner.run_on_data(write):
+            if self._dry_run or await self._db.runner.data.run(write):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:
@@ -199,9 +199,8 @@ async def later_than_all_keys(db: Database) -> int:
     for master in await authentic_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
-    size = db.limits.ids_per_statement
-    walk = pages(db.runner.read_keys, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
-    async for page in walk:
+    read, size = db.runner.key_tables.read, db.limits.ids_per_statement
+    async for page in pages(read, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest):
         for key in page:
             if can_unwrap(key, keyring):
                 latest = max(latest, after_creation(data_keys, key))

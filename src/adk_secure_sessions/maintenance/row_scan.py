@@ -62,7 +62,7 @@ async def scan_sessions(
     from `SESSION_ROWS`; *parameters* are its bind parameters.
     """
     query, size = SESSION_ROWS if query is None else query, db.limits.rows
-    walk = pages(db.runner.read, query, sessions.c.id, size, SessionRow, **parameters)
+    walk = pages(db.runner.data.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _with_ids(db, rows)
 
@@ -85,7 +85,7 @@ def app_name_of(stored: object) -> str:
 
 def scan_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
     size = db.limits.ids_per_statement
-    return pages(db.runner.read_keys, DATA_KEYS, data_keys.c.id, size, DataKeyRow)
+    return pages(db.runner.key_tables.read, DATA_KEYS, data_keys.c.id, size, DataKeyRow)
 
 
 class OwnerRow(NamedTuple):
@@ -103,7 +103,7 @@ class OwnerRow(NamedTuple):
 
 def scan_owners(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
-    return pages(db.runner.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
+    return pages(db.runner.data.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
@@ -133,7 +133,7 @@ async def read_owner(
 async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.CheckedOwner | None:
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
     for table, query in _OWNERS.items():
-        for row in await rows_where(db.runner.read, query, table.c.tag, [tag]):
+        for row in await rows_where(db.runner.data.read, query, table.c.tag, [tag]):
             return await read_owner(db, table, OwnerRow(*row))
     return None
 
@@ -150,14 +150,15 @@ async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSes
 async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSession]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
-    for *user, app_name in await rows_where(db.runner.read, _USERS_WITH_APP, users.c.id, user_rows):
+    read = db.runner.data.read
+    for *user, app_name in await rows_where(read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
     keys = await db.runner.load_data_keys(*(user.tag for user, _ in owners.values()))
     return [_decrypt_ids(row, owners.get(row.user_row), keys) for row in rows]
 
 
 async def _stored_rows(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
-    rows = await rows_where(db.runner.read, SESSION_ROWS, sessions.c.id, row_ids)
+    rows = await rows_where(db.runner.data.read, SESSION_ROWS, sessions.c.id, row_ids)
     return sorted(SessionRow(*row) for row in rows)
 
 

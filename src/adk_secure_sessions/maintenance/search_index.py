@@ -170,10 +170,10 @@ async def _delete_rows(db: Database, tags: Iterable[bytes], *where: sa.ColumnEle
     deleted = 0
     query = sa.delete(state_index).where(state_index.c.key_tag.in_(sorted(tags)), *where)
     async for row_range in row_ranges(
-        db.runner.read, state_index.c.row_id, db.limits.ids_per_statement
+        db.runner.data.read, state_index.c.row_id, db.limits.ids_per_statement
     ):
         within = query.where(*row_range.conditions(state_index.c.row_id))
-        deleted += await db.runner.run_on_data(partial(_rows_changed, within, row_range.parameters))
+        deleted += await db.runner.data.run(partial(_rows_changed, within, row_range.parameters))
     return deleted
 
 

@@ -74,16 +74,16 @@ async def open_database(
         meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
         if keyring is None or purposes or not meta_rows.keys() <= key_survey.meta_rows.keys():
-            masters = await gather_all(
-                *(new_master(one, root, database_id, now) for one in purposes)
-            )
+            new = (new_master(one, root, database_id, now) for one in purposes)
+            masters = await gather_all(*new)
             new_meta = meta_rows
             if keyring is None:
                 (_, index_master), _ = masters
                 features = features_with_mac(index_master.index_master(), database_id)
                 new_meta = {**meta_rows, meta.FEATURES: features}
             new_rows = [row for row, _ in masters]
-            if await _create_missing(executors.keys, table_set, key_survey, new_meta, new_rows):
+            place = executors.key_tables
+            if await _create_missing(place, table_set, key_survey, new_meta, new_rows):
                 for row in new_rows:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)

@@ -37,6 +37,7 @@ from adk_secure_sessions.db.protocol import (
     Executors,
     Parameters,
     Retries,
+    RetryingExecutor,
     Row,
     Steps,
     UniqueViolation,
@@ -401,7 +402,7 @@ def empty_caches() -> None:
 class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
-    *backends* is None if only `read`, `read_keys`, `run_on_data` and `run_on_keys` are used.
+    *backends* is None if only `data` and `key_tables` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
     keys or the caches are used.  *keyring_pause*: see `reread_keyring`.
@@ -429,6 +430,14 @@ class OperationRunner:
         if self._backends is None:
             raise ConfigurationError("this operation needs the root key: give a backend")
         return self._backends
+
+    @property
+    def data(self) -> RetryingExecutor:
+        return RetryingExecutor(self.executors.data)
+
+    @property
+    def key_tables(self) -> RetryingExecutor:
+        return RetryingExecutor(self.executors.key_tables)
 
     async def keyring(self) -> Keyring:
         return (await self._ensure_open()).keys.keyring
@@ -537,7 +546,7 @@ class OperationRunner:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         owners = [identity.app_tag, identity.user_tag]
-                        rows = await read_data_keys(self.executors.keys.read, owners)
+                        rows = await read_data_keys(self.executors.key_tables.read, owners)
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
                 except CacheMiss:
@@ -589,27 +598,9 @@ class OperationRunner:
             return False
         return True
 
-    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query on the data database; repeat the query if the connection is lost."""
-        return await retried(lambda: self.executors.data.read(query, parameters))
-
-    async def read_keys(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        """Run one query on the key tables; repeat the query if the connection is lost."""
-        return await retried(lambda: self.executors.keys.read(query, parameters))
-
-    async def run_on_data(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* in one transaction on the data database, and in a new one after a conflict."""
-        run = self.executors.data.run_sync
-        return await retried(lambda: run(work, commit=commit), writes=True)
-
-    async def run_on_keys(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
-        """Run *work* as `run_on_data` does, on the database that has the key tables."""
-        run = self.executors.keys.run_sync
-        return await retried(lambda: run(work, commit=commit), writes=True)
-
     async def read_data_keys(self, owners: Iterable[object]) -> sql.QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
-        return await read_data_keys(self.read_keys, owners)
+        return await read_data_keys(self.key_tables.read, owners)
 
     async def load_data_keys(self, *owners: object) -> TransactionKeys:
         """Read and return the data keys of *owners*, which are tags.
@@ -721,7 +712,7 @@ class OperationRunner:
         row = keys.new(need.owner_tag, need.not_before)
         transaction = partial(apply_changes, key_insertion(keys, row))
         record = partial(_record_data_key, keyring, row)
-        await self.executors.keys.write(transaction, record)
+        await self.executors.key_tables.write(transaction, record)
         return row
 
 

@@ -287,7 +287,7 @@ async def survey_databases(
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
         data = await survey_database(executors.data)
-        key_survey = await survey_database(executors.keys, known_ids, is_key_database=True)
+        key_survey = await survey_database(executors.key_tables, known_ids, is_key_database=True)
     else:
         data = key_survey = await survey_database(executors.data, known_ids)
     ids_differ = data.meta_rows.get(meta.DATABASE_ID) != key_survey.meta_rows.get(meta.DATABASE_ID)

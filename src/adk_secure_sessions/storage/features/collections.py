@@ -97,7 +97,7 @@ class Collections:
 
     async def is_stored(self, row: int) -> bool:
         """Return whether there is a collection or a session with this row id."""
-        return bool(await self._runner.read(_BY_ROW, {"row": row}))
+        return bool(await self._runner.data.read(_BY_ROW, {"row": row}))
 
     async def cached_object(self, key: object, make: Callable[[], T]) -> T:
         """See `OperationRunner.cached_object`."""

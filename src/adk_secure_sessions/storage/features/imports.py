@@ -576,7 +576,7 @@ class Imports:
             await self._runner.run(AddTombstone(identity, macs))
             return
         tombstone = macs.tombstone(identity.user_tag)
-        await self._runner.run_on_data(partial(add_tombstone_of_user, tombstone))
+        await self._runner.data.run(partial(add_tombstone_of_user, tombstone))
 
     async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
@@ -595,7 +595,7 @@ class Imports:
             meta.put(connection, meta.MIGRATION_MARK, mark.mark(keyring))
             return True
 
-        return await self._runner.run_on_keys(store)
+        return await self._runner.key_tables.run(store)
 
     async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
         """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.  Return
@@ -608,13 +608,14 @@ class Imports:
         if await self.migration_mark() is not old:
             return False  # do not begin to write: the account may only be able to read
         marks = old.mark(keyring), new and new.mark(keyring)
-        return await self._runner.run_on_keys(lambda c: meta.swap(c, meta.MIGRATION_MARK, *marks))
+        swap = partial(meta.swap, name=meta.MIGRATION_MARK, old=marks[0], new=marks[1])
+        return await self._runner.key_tables.run(swap)
 
     async def migration_mark(self) -> MigrationMark | None:
         """Return the mark that `complete_migration` has stored; None if there is none."""
         keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
-        value = await self._runner.run_on_keys(read, commit=False)
+        value = await self._runner.key_tables.run(read, commit=False)
         if value is None:
             return None
         for mark in MigrationMark:
@@ -634,7 +635,7 @@ class Imports:
         rows: dict[bytes, CheckedMigratedRow] = {}
         for part in sql.padded_chunks(dict.fromkeys(tags.values())):
             query = sql.migrated_rows(table.name, len(part))
-            for row in await self._runner.read(query, sql.list_parameters(part)):
+            for row in await self._runner.data.read(query, sql.list_parameters(part)):
                 one = macs.checked_row(row)
                 rows[one.row.tag] = one
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}
