@@ -170,7 +170,7 @@ async def test_replayed_list_of_features_does_not_hide_the_source_from_an_erasur
     assert older != newer
     execute(target.path, "UPDATE secure_meta SET value = ? WHERE name = 'features'", [older])
     async with Database(target.url, BACKEND) as db:
-        assert (await erase_user(db, APP, "ada")).was_migrated
+        assert (await erase_user(db, APP, "ada")).has_migration_table
     assert value(target.path, FEATURES) == newer  # the erasure has added the feature again
     async with target.service() as service:
         assert (await service.list_sessions(app_name=APP)).sessions == []

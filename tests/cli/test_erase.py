@@ -57,7 +57,7 @@ def test_source_of_a_migration_is_named(file_url: str) -> None:
     for options, code in ((["--dry-run"], 0), ([], 0), ([], 1)):
         done = run(*erase, *options)
         assert (done.code, source in done.stdout) == (code, True)
-    assert run(*erase, "--json").json["was_migrated"] is True
+    assert run(*erase, "--json").json["has_migration_table"] is True
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ async def test_copy_goes_on_where_it_ended_and_keeps_what_services_saved(
     done = await migrate(root, "copy", show_ids=True)
     assert (done.different, done.copied, done.succeeded) == (1, 0, False)
     (finding,) = done.findings
-    assert finding.reason.startswith("version 1 differs in the target: delete the artifact on one")
+    assert finding.detail.startswith("version 1 differs in the target: delete the artifact on one")
     assert finding[3:] == ("clinic", "ada", "s1", "scans")
     assert await target.load_artifact(**NOTE) == types.Part(text="new")
 
@@ -217,7 +217,7 @@ async def test_reference_that_a_service_resolves_is_named_and_not_copied(migrate
         part = types.Part(file_data=types.FileData(file_uri=uri))
         await service.save_artifact(**{**NOTE, "filename": name[:4]}, artifact=part)
     done = await migrate(ServiceArtifacts(service, SESSIONS), "copy")
-    no_content, other_type = [finding.reason for finding in done.findings]
+    no_content, other_type = [finding.detail for finding in done.findings]
     assert (done.copied, done.bad, no_content) == (1, 2, "version 0 has no readable content")
     assert "loads with another type than it is listed with" in other_type
 
@@ -252,7 +252,7 @@ async def test_service_whose_versions_are_incomplete_is_not_copied(migrate: Migr
     source = ServiceArtifacts(service, SESSIONS)
     done = await migrate(source, "copy")
     assert (done.copied, done.bad) == (1, 2)
-    assert {finding.reason.partition(",")[0] for finding in done.findings} == {
+    assert {finding.detail.partition(",")[0] for finding in done.findings} == {
         "version 0 is missing",
         "version 0 has no readable content",
     }
@@ -271,7 +271,7 @@ async def test_gap_in_the_version_numbers_is_named_and_refused(
         assert (done.bad, done.equal + done.copied, done.deleted) == (1, 2, 0)
         assert not done.succeeded
         (finding,) = done.findings
-        assert "version 0 is missing" in finding.reason
+        assert "version 0 is missing" in finding.detail
         assert "clinic" not in finding.line + repr(finding)
 
 
@@ -340,7 +340,7 @@ async def test_artifacts_of_an_erased_user_are_not_copied_again(
 ) -> None:
     await migrate(root, "copy")
     async with Database(file_url, BACKEND) as db:
-        assert (await erase_user(db, "clinic", "ada")).was_migrated
+        assert (await erase_user(db, "clinic", "ada")).has_migration_table
     done = await migrate(root, "copy")
     assert (done.copied, done.erased, done.succeeded) == (0, 3, True)
     assert (await migrate(root, "erase-source")).deleted == 3
@@ -386,7 +386,7 @@ async def test_version_with_wrong_metadata_or_text_is_refused(
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | change))
     done = await migrate(root, "copy")
     (finding,) = done.findings
-    assert (done.bad, reason in finding.reason, "needle" in finding.reason) == (1, True, False)
+    assert (done.bad, reason in finding.detail, "needle" in finding.detail) == (1, True, False)
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, None])
@@ -425,7 +425,7 @@ async def test_content_that_cannot_be_read_stops_no_other_artifact(
     done = await migrate(Vanishing(root), "copy")
     (finding,) = done.findings
     assert (done.bad, done.copied) == (1, 2)
-    assert "version 0: the source cannot be used: No such file" in finding.reason
+    assert "version 0: the source cannot be used: No such file" in finding.detail
 
 
 async def test_ids_with_slashes_are_copied(
@@ -615,7 +615,7 @@ async def test_bucket_is_copied_compared_and_erased(
     assert (await bucket("copy")).equal == 4
     missing = client.blobs.pop("clinic/ada/s1/scans/10")
     (finding,) = (await bucket("compare")).findings
-    assert "version 10 is missing" in finding.reason
+    assert "version 10 is missing" in finding.detail
     client.blobs[missing.name] = missing
     client.blobs["clinic/ada/s1/scans/3"].data = b"x"
     assert (await bucket("erase-source")).deleted == 0

@@ -56,7 +56,7 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
         assert (checked.bad, checked.unchecked, checked.problems) == (0, 0, ())
         where = await lookup(db, APP, "u3", "s")
         assert all(one.row is not None for one in where)
-        assert {one.unwraps for one in (await status(db)).master_keys} == {True}
+        assert {one.is_unwrapped for one in (await status(db)).master_keys} == {True}
         assert (await purge(db, timedelta(days=1))).deleted == 7
     assert count(pair.data, "secure_sessions") == 0
 

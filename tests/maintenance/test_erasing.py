@@ -395,7 +395,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
                 created_at=1, updated_at=1, source_etag="1",
             )  # fmt: skip
         await engine.dispose()
-        assert (await asyncio.wrap_future(erasures[0])).was_migrated
+        assert (await asyncio.wrap_future(erasures[0])).has_migration_table
         left = {name: len(found) for name, found in all_rows(place).items()}
         assert (left["secure_users"], left["secure_sessions"], left["secure_events"]) == (0, 0, 0)
         await assert_whole(url)

@@ -47,7 +47,7 @@ async def test_status_counts_rows_by_table_and_backend_without_a_key(
     }
     assert [one.purpose for one in found.master_keys if one.id == master] == ["data"]
     assert {one.root_key_id for one in found.master_keys} == {AES.root_key.key_id}
-    assert all(one.unwraps is None and 0 <= one.age < 600 for one in found.master_keys)
+    assert all(one.is_unwrapped is None and 0 <= one.age < 600 for one in found.master_keys)
 
 
 async def test_status_tells_of_plaintext_records(file_url: str) -> None:
@@ -57,7 +57,7 @@ async def test_status_tells_of_plaintext_records(file_url: str) -> None:
     async with Database(file_url, AES) as db:
         found = await status(db)
     assert found.has_plaintext_records
-    assert {one.root_key_id: one.unwraps for one in found.master_keys} == {
+    assert {one.root_key_id: one.is_unwrapped for one in found.master_keys} == {
         "none": False,
         AES.root_key.key_id: True,
     }

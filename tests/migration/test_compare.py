@@ -179,7 +179,7 @@ async def test_every_difference_is_found(file_url: str) -> None:
     }  # fmt: skip
     assert not done.clean
     assert not done.completed
-    reasons = {one.session_id or one.user_id: one.reason for one in done.findings}
+    reasons = {one.session_id or one.user_id: one.detail for one in done.findings}
     behind = "it has changed in the source since it was copied; different: "
     assert reasons == {
         "s0": f"{behind}state",

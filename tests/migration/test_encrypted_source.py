@@ -241,8 +241,8 @@ async def test_malformed_event_of_a_faulty_writer_is_not_copied(
         done = await migrate(source, target, skip_bad=True)
     assert (done.copied, done.bad) == (2, 1)
     (finding,) = done.findings
-    assert f"secure_events row {row}, " in finding.reason
-    assert "SECRET" not in finding.reason
+    assert f"secure_events row {row}, " in finding.detail
+    assert "SECRET" not in finding.detail
 
 
 async def test_state_that_has_outgrown_a_record_is_not_copied(
@@ -261,7 +261,7 @@ async def test_state_that_has_outgrown_a_record_is_not_copied(
         migration = await migrate(source, target, skip_bad=True)
     assert (migration.copied, migration.bad) == (1, 1)
     (finding,) = migration.findings
-    assert finding.reason.endswith("its state exceeds a limit: see docs/limits.md, Sizes")
+    assert finding.detail.endswith("its state exceeds a limit: see docs/limits.md, Sizes")
 
 
 async def test_user_that_was_tampered_with_has_unreadable_sessions_and_state(file_url: str) -> None:

@@ -212,7 +212,7 @@ async def test_events_keep_their_order_whatever_their_times_are(
         expected = await everything(of, (APP,))
     done = await export(file_url, adk_file, verify=True)
     if not reads_times_from_json():
-        assert "increasing times" in done.findings[0].reason
+        assert "increasing times" in done.findings[0].detail
         return
     assert done.succeeded
     async with adks_own(adk_file) as theirs:
@@ -314,7 +314,7 @@ async def test_what_the_target_has_is_never_changed(file_url: str, adk_file: str
     assert found is not None
     assert (found.state, found.events) == (mine.state, [])
     assert (done.sessions, done.bad, done.only_in_target) == (3, 2, 1)
-    details = [one.reason for one in done.findings if one.kind == "session"]
+    details = [one.detail for one in done.findings if one.kind == "session"]
     assert details[0].startswith("the target has another session with its ids: different: state")
     assert [one.kind for one in done.findings[:2]] == ["session", "user"]
 
@@ -359,7 +359,7 @@ async def test_comparison_finds_each_difference(
         done = await export_to_adk(db, opened, verify=True, progress=disturb, skip_bad=True)
     assert disturbed != [0]
     assert not done.succeeded
-    assert detail in {one.reason for one in done.findings}
+    assert detail in {one.detail for one in done.findings}
 
 
 # --- what cannot be exported ---------------------------------------------------------------------
@@ -405,7 +405,7 @@ async def test_session_that_the_target_cannot_hold_is_reported(file_url: str, ta
                 identity = await db.runner.identify(APP, "ada", session_id)
                 tags[identity.session_tag.hex()] = reason
     done = await export(file_url, target, skip_bad=True, verify=True)
-    assert {one.tag: one.reason for one in done.findings[: len(cases)]} == tags
+    assert {one.tag: one.detail for one in done.findings[: len(cases)]} == tags
     assert (done.sessions, done.bad, done.stopped) == (1, len(cases), False)
     assert done.different == len(cases)  # they are missing
     stopped = await export(file_url, target)
@@ -436,7 +436,7 @@ async def test_content_that_cannot_be_decrypted_is_reported(
     done = await export(file_url, adk_file, skip_bad=True)
     assert done.bad
     assert not done.stopped
-    assert "secure_" in done.findings[0].reason
+    assert "secure_" in done.findings[0].detail
     stopped = await export(file_url, adk_file)
     assert stopped.stopped
     written: list[bytes] = []

@@ -305,7 +305,7 @@ async def test_run_stops_at_a_bad_session_and_continues_when_it_is_repaired(file
     assert said[-1][1] == 60
     assert 30 <= done.copied < 60
     (finding,) = done.findings
-    assert finding.reason == "its state is not JSON"
+    assert finding.detail == "its state is not JSON"
     source.put("bob", "s3", events=1)
     done = await copy(source, file_url)
     assert (done.stopped, done.copied + done.unchanged, done.states) == (False, 60, 3)
@@ -339,7 +339,7 @@ async def test_target_rows_that_were_tampered_with_are_skipped_if_requested(file
     assert (expected.copied, expected.states, expected.bad) == (2, 1, 1)  # it decrypts only states
     done = await copy(source, file_url, skip_bad=True)
     assert (done.copied, done.states, done.bad, done.stopped) == (1, 1, 2, False)
-    assert done.findings[-1].reason.startswith("the target cannot decrypt it: ")
+    assert done.findings[-1].detail.startswith("the target cannot decrypt it: ")
 
 
 def deep(levels: int) -> dict[str, object]:
@@ -413,7 +413,7 @@ async def test_dry_run_goes_on_after_a_state_that_the_target_cannot_decrypt(file
     run_sql(file_url, f"UPDATE secure_users SET state = substr(state, 1, 60) WHERE {one}")
     dry = await copy(source, file_url, dry_run=True)
     assert (dry.states, dry.bad, len(dry.findings)) == (2, 1, 1)
-    assert "cannot decrypt" in dry.findings[0].reason
+    assert "cannot decrypt" in dry.findings[0].detail
 
 
 # --- limits, progress, tampering -----------------------------------------------------------------

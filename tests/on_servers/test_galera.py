@@ -319,7 +319,7 @@ async def test_user_imported_while_another_node_erases_the_user_stays_erased(
         assert await copy(far, "second") is ImportStatus.NEW
 
         async def erase() -> None:
-            assert (await erase_user(near, APP, USER)).was_migrated
+            assert (await erase_user(near, APP, USER)).has_migration_table
 
         assert await race(cluster, erase, copy(far, USER)) is ImportStatus.DELETED
         await cluster.assert_whole()

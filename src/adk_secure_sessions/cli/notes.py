@@ -27,7 +27,7 @@ def check_notes(result: maintenance.Check) -> Iterator[str]:
 def status_notes(result: maintenance.Status) -> Iterator[str]:
     plaintext = "; some records are, or were, plaintext" if result.has_plaintext_records else ""
     yield f"format {result.format_version}{plaintext}"
-    unwraps = {None: "", True: "unwrapped", False: "cannot be unwrapped"}
+    texts = {None: "", True: "unwrapped", False: "cannot be unwrapped"}
     masters = [
         (
             master.purpose,
@@ -35,7 +35,7 @@ def status_notes(result: maintenance.Status) -> Iterator[str]:
             f"under {master.root_key_id}",
             f"of {utc_text(master.created_at, '%Y-%m-%d')}",
             _age_text(master.age),
-            unwraps[master.unwraps],
+            texts[master.is_unwrapped],
         )
         for master in result.master_keys
     ]
@@ -125,13 +125,13 @@ def erasure_notes(result: maintenance.Erasure, dry_run: bool) -> Iterator[str]:
     elif result.missing_part:
         remain = "run `verify`, which lists any rows of the user that remain"
         yield f"{result.missing_part} was missing: {remain}"
-    elif result.keys_were_deleted:
+    elif result.keys_were_already_gone:
         yield "a run that was interrupted had already deleted the data key"
     if result.cleared and not is_unknown:
         yield "freed space does not hold the wrapped data key"
     elif not (dry_run or is_unknown):
         yield f"freed space may hold the wrapped data key: {result.obstacle}"
-    if result.was_migrated:
+    if result.has_migration_table:
         yield "the source of the migration may still contain the user: delete the user there, too"
 
 

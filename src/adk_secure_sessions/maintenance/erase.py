@@ -56,10 +56,10 @@ class Erasure(Result):
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
         has_app: Whether the database has the app.
-        was_migrated: Whether the database has the table for copied sessions, `secure_migrated`.
-            The source of a migration may then still contain the user.
-        keys_were_deleted: Whether the key database had no data key of the user any more: an earlier
-            run was interrupted after it had deleted the keys.
+        has_migration_table: Whether the database has the table `secure_migrated`, for copied
+            sessions.  The source of a migration may then still contain the user.
+        keys_were_already_gone: Whether the key database had no data key of the user any more: an
+            earlier run was interrupted after it had deleted the keys.
     """
 
     data_keys: int = counter("data key", "deleted", is_change=True)
@@ -77,8 +77,8 @@ class Erasure(Result):
     cleared: bool = False
     obstacle: str = ""
     has_app: bool = False
-    was_migrated: bool = False
-    keys_were_deleted: bool = False
+    has_migration_table: bool = False
+    keys_were_already_gone: bool = False
 
     @property
     def rows(self) -> int:
@@ -90,7 +90,7 @@ class Erasure(Result):
         """What was missing, in words, also if the user does not exist; empty if nothing was."""
         if not self.users:
             return "the user's own row"
-        return "" if self.data_keys or self.keys_were_deleted else "the data key"
+        return "" if self.data_keys or self.keys_were_already_gone else "the data key"
 
     @property
     def succeeded(self) -> bool:
@@ -129,8 +129,9 @@ async def erase_user(
     has_app = bool(await db.runner.data.read(select_id_by_tag(apps), {"tag": ids.app_tag}))
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
-    was_migrated = await db.runner.data.run(partial(has_table, table=migrated), commit=False)
-    if was_migrated and not dry_run:
+    find_table = partial(has_table, table=migrated)
+    has_migration_table = await db.runner.data.run(find_table, commit=False)
+    if has_migration_table and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
     headers: set[bytes] = set()
     deleted: Counter[str] = Counter()
@@ -174,8 +175,8 @@ async def erase_user(
         cleared=not obstacle,
         obstacle=obstacle,
         has_app=has_app,
-        was_migrated=was_migrated,
-        keys_were_deleted=has_key_database and bool(deleted) and not deleted[data_keys.name],
+        has_migration_table=has_migration_table,
+        keys_were_already_gone=has_key_database and bool(deleted) and not deleted[data_keys.name],
     )
 
 

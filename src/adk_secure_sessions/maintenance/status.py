@@ -50,8 +50,8 @@ class MasterKey(NamedTuple):
         created_at: When the master key was created, in microseconds since 1970, UTC.
         age: Seconds since `created_at`.  An age below zero is a problem: the clock was ahead when
             the key was created, or this clock is behind.
-        unwraps: Whether the given root keys can unwrap the master key; None if no root keys were
-            given.
+        is_unwrapped: Whether the given root keys can unwrap the master key; None if no root keys
+            were given.
     """
 
     id: int
@@ -59,7 +59,7 @@ class MasterKey(NamedTuple):
     root_key_id: str
     created_at: int
     age: float
-    unwraps: bool | None
+    is_unwrapped: bool | None
 
 
 class MigrationStatus(NamedTuple):
@@ -152,7 +152,7 @@ class Status(Result):
 
     @property
     def succeeded(self) -> bool:
-        checks = [key.unwraps for key in self.master_keys]
+        checks = [key.is_unwrapped for key in self.master_keys]
         checks += [rotation.is_authentic for rotation in self.unfinished]
         if self.migration is not None:
             checks.append(self.migration.is_authentic)
@@ -275,15 +275,15 @@ def _with_progress(
 
 
 async def _master_status(db: Database, row: MasterKeyRow, database_id: bytes) -> MasterKey:
-    unwraps = False if db.has_root_keys else None
+    is_unwrapped = False if db.has_root_keys else None
     if db.has_root_keys:
         with suppress(WrongKeyError, DecryptionError):
             await unwrap_master_key(row, db.runner.backends.roots, database_id)
-            unwraps = True
+            is_unwrapped = True
     # SQLite stores any type in any column, so a time that was tampered with may be no integer.
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000
-    return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, unwraps)
+    return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, is_unwrapped)
 
 
 async def _index_master(db: Database) -> IndexMaster | None:

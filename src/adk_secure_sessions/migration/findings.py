@@ -19,7 +19,7 @@ class Finding(NamedTuple):
         kind: `session`, `user`, `app` or `artifact`.
         tag: The blind index, in hexadecimal, in the target or, of an export, in the database that
             is read; empty if the target has no keys yet, or if the ids cannot be decrypted.
-        reason: What was found, without content.
+        detail: What was found, without content.
         app_name: The app; None unless readable ids were requested.
         user_id: The user; None for an app, or unless readable ids were requested.
         session_id: The session; None for a user, an app or an artifact of a user, or unless
@@ -29,19 +29,19 @@ class Finding(NamedTuple):
 
     kind: str
     tag: str
-    reason: str
+    detail: str
     app_name: str | None = None
     user_id: str | None = None
     session_id: str | None = None
     filename: str | None = None
 
     def __repr__(self) -> str:  # without the ids
-        return f"<{self.kind} {self.tag}: {self.reason}>"
+        return f"<{self.kind} {self.tag}: {self.detail}>"
 
     @property
     def line(self) -> str:
         ids = ", ".join(repr(name) for name in self[3:] if name is not None)
-        return f"{self.kind} {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.reason}"
+        return f"{self.kind} {self.tag or '(unknown)'}{ids and f' ({ids})'}: {self.detail}"
 
 
 class Findings(CappedList[Finding]):
@@ -61,7 +61,7 @@ class Findings(CappedList[Finding]):
         vars(result).update(findings=tuple(self.items), seconds=seconds)
         return result
 
-    def add(self, tag: bytes, reason: str, *ids: str | None) -> None:
+    def add(self, tag: bytes, detail: str, *ids: str | None) -> None:
         """Add a finding; *ids* are the app, the user, the session and the name, or fewer."""
         kind = ("app", "user", "session", "artifact")[len(ids) - 1]
-        self.append(Finding(kind, tag.hex(), reason, *(ids if self._with_ids else ())))
+        self.append(Finding(kind, tag.hex(), detail, *(ids if self._with_ids else ())))
