@@ -170,6 +170,7 @@ class TransactionKeys:
         # The cache may remove or replace them meanwhile, but the transaction continues to use them.
         self._by_owner: dict[bytes, OwnerKeys] = {}
         self._fresh_owners: set[bytes] = set()  # the owners whose keys were read or created
+        self._owner_tags: dict[int, bytes] | None = None  # by key id; `key_of` needs it for errors
         # The owner and the error of each rejected row of `secure_data_keys`, by the id in the row.
         self._rejected: dict[int, tuple[bytes, DecryptionError]] = {}
         self._highest_generation: dict[bytes, int] = {}  # by owner, including rejected rows
@@ -402,9 +403,10 @@ class TransactionKeys:
         key = keys.by_id.get(key_id) if keys else None
         if key is not None and key.backend_id == backend_id:
             return key
-        known = (*self._database_keys.by_owner.items(), *self._by_owner.items())
-        others = (other for tag, other in known if tag != owner_tag)
-        if key is not None or any(key_id in other.by_id for other in others):
+        if self._owner_tags is None:  # once: a listing may contain many modified records
+            known = (*self._database_keys.by_owner.items(), *self._by_owner.items())
+            self._owner_tags = {one: tag for tag, other in known for one in other.by_id}
+        if key is not None or self._owner_tags.get(key_id, owner_tag) != owner_tag:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
