@@ -286,7 +286,7 @@ async def test_removed_mark_switches_the_fallback_on_again(
     """Therefore, replace `PlaintextFallbackService` after the migration."""
     async with target.service() as service:
         await service._copy_session((APP, "ada", "other"))
-        await service._imports.complete_migration()
+        await service._imports.store_mark()
     source.put("ada", "planted", ["forged"])
     async with target.service() as service:
         assert await service.get_session(**ADA, session_id="planted") is None
@@ -304,10 +304,10 @@ async def test_replayed_mark_that_was_withdrawn_ends_the_fallback_again(
     """The sessions are then missing, and are neither forged nor overwritten."""
     source.put("ada", "third", ["not copied"])
     async with target.service() as service:
-        await service._imports.complete_migration()
+        await service._imports.store_mark()
     mark = value(target.path, "SELECT value FROM secure_meta WHERE name = 'migration'")
     async with target.service() as service:
-        assert await service._imports.withdraw_migration()
+        assert await service._imports.withdraw_mark()
     async with target.service() as service:
         assert await service.get_session(**OTHER) is not None
     execute(target.path, "INSERT INTO secure_meta VALUES ('migration', ?)", [mark])

@@ -273,7 +273,7 @@ async def test_made_up_or_replayed_mark_of_a_complete_migration_is_rejected(
     victim: Victim, another: Victim, store: Imports
 ) -> None:
     async with another.maintained() as db:
-        await db.imports.complete_migration()
+        await db.imports.store_mark()
     theirs = value(another.path, "SELECT value FROM secure_meta WHERE name = 'migration'")
     assert not await store.migration_mark()
     insert = "REPLACE INTO secure_meta VALUES ('migration', :value)"

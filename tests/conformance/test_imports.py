@@ -329,7 +329,7 @@ async def test_separated_copy_has_no_imports(
     service: BaseSessionService, store: Imports, db: Database
 ) -> None:
     await imported(store, of=history(2))
-    await store.complete_migration()
+    await store.store_mark()
     assert await store.migration_mark()
     await service.close()  # type: ignore[attr-defined]
     assert (await separate(db)).complete

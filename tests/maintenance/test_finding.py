@@ -9,7 +9,14 @@ from adk_secure_sessions import (
     EncryptedSessionService,
     WrongKeyError,
 )
-from adk_secure_sessions.maintenance import TABLES, Database, init, lookup, record_headers, status
+from adk_secure_sessions.maintenance import (
+    TABLE_NAMES,
+    Database,
+    init,
+    lookup,
+    record_headers,
+    status,
+)
 from adk_secure_sessions.storage.schema import metadata
 from tests.maintenance.support import APP, NEW, OLD, fill, query
 
@@ -56,7 +63,7 @@ async def test_inspect_reads_headers_without_a_key(url: str, place: sa.URL) -> N
         (witness, *more) = await record_headers(db, "secure_witnesses", limit=3)
         assert len(more) == 2
         assert await record_headers(db, "secure_witnesses", witness.row) == (witness,)
-        for table in TABLES:
+        for table in TABLE_NAMES:
             assert all(one.length > 13 for one in await record_headers(db, table))
         assert await record_headers(db, "secure_users", 7) == ()
         for wrong in ("sessions", "secure_meta"):

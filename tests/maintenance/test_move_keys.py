@@ -511,7 +511,7 @@ async def test_mark_of_a_complete_migration_moves_with_the_keys(files: Pair) -> 
     """Without the mark, services would read plaintext sessions of the source again."""
     await prepare(files, INTO)
     async with Database(for_service(files.data), AES) as db:
-        await db.imports.complete_migration()
+        await db.imports.store_mark()
     mark = marks(files.data)["migration"]
     await move(files, INTO)
     assert marks(files.keys)["migration"] == mark

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 async def detect(url: Any = None, **options: Any) -> frozenset[TableKind]:
     async with AdkTables(url, **options) as source:
-        return await source.run_decoded(kinds_in)
+        return await source.run_without_snapshot(kinds_in)
 
 
 LONG = ["v1-postgresql", "v1-mysql", "sqlite-service"]

@@ -131,7 +131,7 @@ async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
     source = filled()
     await copy(source, file_url)
     async with database(file_url) as db:
-        await db.imports.complete_migration(source_is_erased=True)
+        await db.imports.store_mark(source_is_erased=True)
     source.put("carol", "later")
     done = await compared(source, file_url)
     assert (done.clean, done.withdrawn) == (False, False)

@@ -201,7 +201,7 @@ async def erased_with_a_write_after_the_comparison(
     source_url: str, target_url: str, write: Callable[[], Awaitable[object]]
 ) -> SourceErasure:
     async with AdkTables(source_url) as source, database(target_url) as db:
-        complete = db.imports.complete_migration
+        complete = db.imports.store_mark
 
         async def complete_and_write(*, source_is_erased: bool = False) -> bool:
             is_new = await complete(source_is_erased=source_is_erased)
@@ -209,7 +209,7 @@ async def erased_with_a_write_after_the_comparison(
                 await write()
             return is_new
 
-        db.imports.complete_migration = complete_and_write  # type: ignore[method-assign]
+        db.imports.store_mark = complete_and_write  # type: ignore[method-assign]
         return await erase_source(source, db)
 
 

@@ -486,7 +486,7 @@ async def test_complete_migration_ends_fallback(
 ) -> None:
     before = await get(service)
     await service._copy_session((APP, "ada", "visit"))
-    await service._imports.complete_migration()
+    await service._imports.store_mark()
     second = opened()
     await second.prepare_tables()
     assert "the migration is complete" in caplog.text
@@ -504,7 +504,7 @@ async def test_running_service_stops_reading_when_its_keyring_is_renewed(
     service: PlaintextFallbackService, source: MemoryLookup
 ) -> None:
     await get(service)
-    await service._imports.complete_migration()
+    await service._imports.store_mark()
     runner = service._runner
     keys = await runner.database_keys()
     await runner.reread_keyring(keys, keys.keyring)

@@ -192,7 +192,7 @@ async def test_upgrade_of_google_adk_makes_no_conflict_with_an_erased_source(
     source.put("ada", "changed", events=2)
     await copy(source, file_url)
     async with database(file_url) as db:
-        await db.imports.complete_migration(source_is_erased=True)
+        await db.imports.store_mark(source_is_erased=True)
     source.put("ada", "continued", events=later)
     source.put("ada", "changed", events=later[1:])
     done = await copy(source, file_url)
@@ -226,7 +226,7 @@ async def test_copies_of_another_source_are_not_gone_if_it_has_other_apps(file_u
     assert (await copy(second, file_url, delete_gone=True)).succeeded
     async with database(file_url) as db:
         assert (await compare(second, db)).clean
-        assert await db.imports.withdraw_migration()
+        assert await db.imports.withdraw_mark()
     assert numbers(await copy(empty, file_url)) == {"states": 1, "gone": 1}
     first.remove("ada", "s0")
     assert (await copy(first, file_url)).gone == 1
@@ -395,7 +395,7 @@ async def test_dry_run_counts_states_and_conflicts_as_the_run_after_it(
     async with database(file_url) as db:
         await rotate_data(db)  # changes the versions of all states, and no state
         if is_erased:
-            await db.imports.complete_migration(source_is_erased=True)
+            await db.imports.store_mark(source_is_erased=True)
     for user in ("new", "same", "empty", "ada"):
         source.users[APP, user] = {"a": 1}
     source.apps["lab"] = {"a": 3}

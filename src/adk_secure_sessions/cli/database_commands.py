@@ -225,7 +225,7 @@ def _tables(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the names of tables that begin with *incomplete*, for completion in the shell."""
-    return [CompletionItem(name) for name in maintenance.TABLES if name.startswith(incomplete)]
+    return [CompletionItem(name) for name in maintenance.TABLE_NAMES if name.startswith(incomplete)]
 
 
 @debug.command()

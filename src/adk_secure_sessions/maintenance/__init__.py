@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance.init import Check as Check
 from adk_secure_sessions.maintenance.init import Initialization as Initialization
 from adk_secure_sessions.maintenance.init import check as check
 from adk_secure_sessions.maintenance.init import init as init
-from adk_secure_sessions.maintenance.inspection import TABLES as TABLES
+from adk_secure_sessions.maintenance.inspection import TABLE_NAMES as TABLE_NAMES
 from adk_secure_sessions.maintenance.inspection import Location as Location
 from adk_secure_sessions.maintenance.inspection import RecordHeader as RecordHeader
 from adk_secure_sessions.maintenance.inspection import lookup as lookup

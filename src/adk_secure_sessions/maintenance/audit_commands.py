@@ -257,7 +257,7 @@ class _TrailChecker:
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
         report_unlisted_trail(self._db, self.problems)
-        ((number,),) = await self._db.runner.data.read(_WRONG_KEYS, {"empty": b""})
+        ((number,),) = await self._db.runner.data.read(_MALFORMED_PRIMARY_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
@@ -435,7 +435,7 @@ _IS_NUMBER = sa.and_(
 _RECORDS = sa.select(_columns.number, _columns.time, _RECORD_OR_NULL).where(
     _columns.chain == sa.bindparam("chain", type_=sa.LargeBinary), _IS_NUMBER
 )
-_WRONG_KEYS = select_count(audit_records, sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
+_MALFORMED_PRIMARY_KEYS = select_count(audit_records, sa.not_(sa.and_(_IS_BLOB, _IS_NUMBER)))
 _IS_CHAIN = _columns.chain == sa.bindparam("at_chain", type_=sa.LargeBinary)
 _AT_NUMBER = sa.bindparam("at_number", type_=sa.BigInteger)
 _DELETE_LAST = sa.delete(audit_records).where(_IS_CHAIN, _columns.number == _AT_NUMBER)

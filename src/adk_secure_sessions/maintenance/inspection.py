@@ -74,7 +74,7 @@ _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {
         *(table.record_column for table in SEALED),
     )
 }
-TABLES = tuple(_RECORD_COLUMNS)
+TABLE_NAMES = tuple(_RECORD_COLUMNS)
 
 
 @audited_command
@@ -129,7 +129,8 @@ async def record_headers(
         ConfigurationError: *table* contains no records, or *row* is malformed.
     """
     if table not in _RECORD_COLUMNS:
-        raise ConfigurationError(f"not a table with records: choose one of {', '.join(TABLES)}")
+        names = ", ".join(TABLE_NAMES)
+        raise ConfigurationError(f"not a table with records: choose one of {names}")
     await db.survey()
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:

@@ -225,14 +225,14 @@ class _Move:
                 raise _unfinished_opposite("db")
         if not target.tables >= {keyring.name, data_keys.name}:
             return
-        is_newer = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
+        is_in_use = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
         async for row_range in row_ranges(self._target.read, data_keys.c.id, _BATCH):
             in_target, in_source = [
                 {tuple(row) for row in await row_range.read(side.read, DATA_KEYS, data_keys.c.id)}
                 for side in (self._target, self._source)
             ]
-            is_newer = is_newer or not in_target <= in_source
-        if is_newer:
+            is_in_use = is_in_use or not in_target <= in_source
+        if is_in_use:
             raise ConfigurationError(_IN_USE)
 
     async def _park_and_copy(self, state: _MoveState) -> None:

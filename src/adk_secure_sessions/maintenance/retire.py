@@ -256,7 +256,7 @@ async def _decrypt_owner(
                 ids, is_collection = session.require_ids(), session.row.is_collection
                 identity = await db.runner.identify(*ids, is_collection)
                 # Only check that each event can be decrypted.
-                check = key_operations.CheckSession(identity, lambda *_: None)
+                check = key_operations.ReadWholeSession(identity, lambda *_: None)
                 if session_check := await db.runner.run(check):
                     session_headers = session_check.count_headers()
                     headers += session_headers

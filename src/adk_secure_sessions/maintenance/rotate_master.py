@@ -32,7 +32,7 @@ from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
     RotationRun,
     after_creation,
-    authentic_masters,
+    authenticated_data_masters,
     require_same,
 )
 from adk_secure_sessions.maintenance.row_scan import KEY_IS_UNCHANGED, scan_data_keys
@@ -127,7 +127,7 @@ class _MasterRotationRun(RotationRun):
             survey = await self._db.survey()
             # Not the id with which this run began: `separate` may have replaced it since.
             database_id = survey.existing_id
-            masters = await authentic_masters(self._db, survey)
+            masters = await authenticated_data_masters(self._db, survey)
             candidates = [row for row in masters if row.root_key_id == root.key_id]
             newest = max(candidates, key=lambda row: (row.created_at, row.id), default=None)
             if newest is not None and newest.created_at >= self.result.since:

@@ -196,7 +196,7 @@ async def later_than_all_keys(db: Database) -> int:
     If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
     """
     latest = time_now()
-    for master in await authentic_masters(db, await db.survey()):
+    for master in await authenticated_data_masters(db, await db.survey()):
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
     read, size = db.runner.key_tables.read, db.limits.ids_per_statement
@@ -207,7 +207,7 @@ async def later_than_all_keys(db: Database) -> int:
     return latest
 
 
-async def authentic_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
+async def authenticated_data_masters(db: Database, survey: Survey) -> list[MasterKeyRow]:
     """Return the rows of all data masters in *survey*, after unwrapping proved them authentic."""
     rows = [row for row in survey.master_rows if row.purpose == DATA_MASTER]
     roots, database_id = db.runner.backends.roots, survey.existing_id

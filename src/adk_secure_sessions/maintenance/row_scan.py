@@ -127,7 +127,7 @@ async def read_owner(
         if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)
     identity = identity._replace(user_tag=tag) if of_user else identity
-    return await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
+    return await db.runner.run(key_operations.ReadOwner(identity, of_user=of_user))
 
 
 async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.CheckedOwner | None:

@@ -46,7 +46,7 @@ _CHANGED = (
     "the keyring or the features were changed meanwhile, perhaps by another run of `separate`: try "
     "again"
 )
-_MAX_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
+_MAX_OLD_MASTERS = 8  # the ids of the old data masters must fit into one row of `secure_meta`
 
 
 @dataclass
@@ -163,10 +163,10 @@ async def _begin_separation(db: Database) -> None:
     reject_wrapper(survey, "separate")
     old_id, new_id = keyring.database_id, secrets.token_bytes(16)
     master_ids = frozenset(row.id for row in survey.master_rows if row.purpose == DATA_MASTER)
-    if len(master_ids) > _MAX_MASTERS:
+    if len(master_ids) > _MAX_OLD_MASTERS:
         raise ConfigurationError(
-            f"the keyring has {len(master_ids)} data masters, and at most {_MAX_MASTERS} can be "
-            "separated: run `retire` first"
+            f"the keyring has {len(master_ids)} data masters, and at most {_MAX_OLD_MASTERS} can "
+            "be separated: run `retire` first"
         )
     separation = SeparationState(old_id, await later_than_all_keys(db), master_ids)
     roots = db.runner.backends.roots

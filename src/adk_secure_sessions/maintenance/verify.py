@@ -265,7 +265,7 @@ class _Verifier:
                     content = read_event(plaintext)[1]
                     return memory_items.parse_item(content, seq) if is_memory else None
 
-            check = key_operations.CheckSession(identity, parse, checks_owners=False)
+            check = key_operations.ReadWholeSession(identity, parse, checks_owners=False)
             checked = await self._db.runner.run(check)
             if checked is not None:  # None: the session was deleted after its ids were read
                 session, history, _ = checked

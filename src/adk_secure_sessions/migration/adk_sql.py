@@ -71,13 +71,13 @@ def _table(name: str, key: Sequence[str], *columns: str) -> sa.Table:
     return sa.Table(name, sa.MetaData(), *key_columns, *map(sa.Column[Any], columns))
 
 
-SESSIONS = _table(
+ADK_SESSIONS = _table(
     "sessions", ("app_name", "user_id", "id"), "rowid", "state", "create_time", "update_time"
 )
 APP_STATES = _table("app_states", ("app_name",), "rowid", "state")
 USER_STATES = _table("user_states", ("app_name", "user_id"), "rowid", "state")
 STATE_TABLES = (USER_STATES, APP_STATES)
-_WITH_STATES = (SESSIONS, APP_STATES, USER_STATES)
+_WITH_STATES = (ADK_SESSIONS, APP_STATES, USER_STATES)
 # Here, the primary key has only the ids of the session, without the id of the event.
 _EVENTS = _table(
     "events",
@@ -86,14 +86,14 @@ _EVENTS = _table(
     *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
 )
 # In the order in which rows are deleted.
-TABLES = (_EVENTS, SESSIONS, USER_STATES, APP_STATES)
-_SESSION_KEY, _EVENT_KEY = tuple(SESSIONS.primary_key), tuple(_EVENTS.primary_key)
+ADK_TABLES = (_EVENTS, ADK_SESSIONS, USER_STATES, APP_STATES)
+_SESSION_KEY, _EVENT_KEY = tuple(ADK_SESSIONS.primary_key), tuple(_EVENTS.primary_key)
 
 
 # Joins `events` to `sessions`.  The database compares the ids, because the collation of MySQL may
 # ignore case.  Python would then not find the session of an event whose ids have another case.
 _PAIRS = zip(_EVENT_KEY, _SESSION_KEY, strict=True)
-_SESSION_EVENTS = SESSIONS.join(_EVENTS, sa.and_(*(key == id_ for key, id_ in _PAIRS)))
+_SESSION_EVENTS = ADK_SESSIONS.join(_EVENTS, sa.and_(*(key == id_ for key, id_ in _PAIRS)))
 
 T = TypeVar("T")
 # A session, its row, and the rows of its events.
@@ -163,15 +163,15 @@ class AdkQueries:
 
     def _where(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
         since = [] if selection.since is None else [self._is_since(selection.since)]
-        return self._in_app(SESSIONS, selection) + since
+        return self._in_app(ADK_SESSIONS, selection) + since
 
     def _in_app(self, table: sa.Table, selection: Selection) -> list[sa.ColumnElement[bool]]:
         name = selection.app_name
         return [] if name is None else [is_exactly(self.dialect, table.c.app_name, name)]
 
     def count(self, connection: sa.Connection, selection: Selection) -> int:
-        sessions = sa.select(sa.func.count()).select_from(SESSIONS).where(*self._where(selection))
-        return connection.scalar(sessions) or 0
+        query = sa.select(sa.func.count()).select_from(ADK_SESSIONS)
+        return connection.scalar(query.where(*self._where(selection))) or 0
 
     def session_page(
         self, connection: sa.Connection, selection: Selection, after: Ids | None, limit: int
@@ -185,7 +185,7 @@ class AdkQueries:
         )
         size: Any = sum(sizes, start=sa.literal(0))
         sessions = self._sessions(
-            connection, self._where(selection), after, limit, self._size(SESSIONS.c.state), size
+            connection, self._where(selection), after, limit, self._size(ADK_SESSIONS.c.state), size
         )
         return [(session, int(size) + int(row.state or 0)) for session, row, size in sessions]
 
@@ -231,14 +231,14 @@ class AdkQueries:
 
     def lock(self, connection: sa.Connection) -> None:
         # On SQLite, the transaction that the caller has begun has locked the file.
-        dialect_of(connection).lock_tables(connection, *TABLES)
+        dialect_of(connection).lock_tables(connection, *ADK_TABLES)
         if self._is_mysql:  # each query then locks the rows and gaps that it reads
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE").close()
         self._require_text_ids(connection)  # no page has such a row, so nobody has compared it
 
     def delete_all(self, connection: sa.Connection) -> tuple[int, int, int]:
         events, sessions, *states = (
-            connection.execute(sa.delete(table)).rowcount for table in TABLES
+            connection.execute(sa.delete(table)).rowcount for table in ADK_TABLES
         )
         return sessions, events, sum(states)
 
@@ -247,7 +247,7 @@ class AdkQueries:
     ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
-        query = sa.select(*_SESSION_KEY, *_columns(self._text(SESSIONS.c.state)))
+        query = sa.select(*_SESSION_KEY, *_columns(self._text(ADK_SESSIONS.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
         rows_of: dict[tuple[Any, ...], tuple[Row, list[Row]]]
         rows_of = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
@@ -265,7 +265,7 @@ class AdkQueries:
         pairs = zip(_SESSION_KEY, key, strict=False)
         conditions = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions = self._sessions(
-            connection, conditions, after, limit, self._text(SESSIONS.c.state), sa.literal(0)
+            connection, conditions, after, limit, self._text(ADK_SESSIONS.c.state), sa.literal(0)
         )
         return [(session, row, []) for session, row, _ in sessions]
 
@@ -359,11 +359,11 @@ class AdkQueries:
         spelled = [column for column, _ in pairs]
         query = (
             sa.select(*map(sa.func.min, spelled), sa.func.min(table.c.state))
-            .join_from(SESSIONS, table, sa.and_(*(column == other for column, other in pairs)))
+            .join_from(ADK_SESSIONS, table, sa.and_(*(column == other for column, other in pairs)))
             .where(sa.or_(*(sa.func.hex(column) != sa.func.hex(other) for column, other in pairs)))
             .group_by(*map(sa.func.hex, spelled))
         )
-        rows = connection.execute(query.where(*self._in_app(SESSIONS, selection)))
+        rows = connection.execute(query.where(*self._in_app(ADK_SESSIONS, selection)))
         return [(tuple(map(adk_rows.to_text, names)), state) for *names, state in rows]
 
     def _require_text_ids(self, connection: sa.Connection) -> None:
@@ -385,7 +385,7 @@ class AdkQueries:
             raise ConfigurationError(f"the source has {_NOT_TEXT}") from None
 
     def _is_since(self, since: int) -> Any:
-        updated_at = SESSIONS.c.update_time
+        updated_at = ADK_SESSIONS.c.update_time
         try:
             naive = datetime_of(since).astimezone(self.sessions_zone).replace(tzinfo=None)
         except (OverflowError, ValueError):
@@ -470,7 +470,7 @@ def is_exactly(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.Col
 
 def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
     """Return the columns of a session's row that `AdkQueries.convert_session` converts."""
-    return [state.label("state"), SESSIONS.c.create_time, SESSIONS.c.update_time]
+    return [state.label("state"), ADK_SESSIONS.c.create_time, ADK_SESSIONS.c.update_time]
 
 
 def _time_as_text(time: Any) -> str:

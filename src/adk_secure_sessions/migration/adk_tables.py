@@ -26,8 +26,8 @@ from adk_secure_sessions.maintenance.database import Description, describe
 from adk_secure_sessions.migration import adk_sql
 from adk_secure_sessions.migration.adk_rows import to_microseconds
 from adk_secure_sessions.migration.adk_sql import (
+    ADK_SESSIONS,
     APP_STATES,
-    SESSIONS,
     STATE_TABLES,
     USER_STATES,
     AdkQueries,
@@ -112,7 +112,7 @@ class AdkTables(Source):
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
-        work = partial(describe, table=SESSIONS, time_column="update_time")
+        work = partial(describe, table=ADK_SESSIONS, time_column="update_time")
         description = await self.run_in_snapshot(work)
         try:
             updated_at = to_microseconds(description.updated_at, queries.sessions_zone)
@@ -178,7 +178,7 @@ class AdkTables(Source):
         for executor in self._executors.values():
             await executor.close()
 
-    async def run_decoded(self, work: Callable[[sa.Connection], T]) -> T:
+    async def run_without_snapshot(self, work: Callable[[sa.Connection], T]) -> T:
         """Run *work* without a snapshot.
 
         Here, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
@@ -205,7 +205,7 @@ class AdkTables(Source):
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""
         if self._queries is None:
-            self._queries = await self.run_decoded(
+            self._queries = await self.run_without_snapshot(
                 lambda connection: AdkQueries(connection, self._time_zone)
             )
         return self._queries

@@ -33,7 +33,7 @@ from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import sessions_time_zone
 from adk_secure_sessions.migration.adk_sql import (
-    SESSIONS,
+    ADK_SESSIONS,
     TableKind,
     can_store,
     is_exactly,
@@ -190,11 +190,11 @@ class AdkTarget(ClosedByWith):
         return None if is_same_state(found, state, numbers_may_differ=True) else "its state differs"
 
     async def count(self, app_name: str | None, user_id: str | None) -> int:
-        names = ((SESSIONS.c.app_name, app_name), (SESSIONS.c.user_id, user_id))
+        names = ((ADK_SESSIONS.c.app_name, app_name), (ADK_SESSIONS.c.user_id, user_id))
         conditions = [
             is_exactly(self._dialect, column, name) for column, name in names if name is not None
         ]
-        query = sa.select(sa.func.count()).select_from(SESSIONS).where(*conditions)
+        query = sa.select(sa.func.count()).select_from(ADK_SESSIONS).where(*conditions)
         return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
 
     # --- conversion ------------------------------------------------------------------------------

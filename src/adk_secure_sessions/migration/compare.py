@@ -144,9 +144,9 @@ class ComparisonRun:
             stores_mark and result.clean and is_whole and result.sessions + result.states > 0
         )
         if result.completed:
-            await db.imports.complete_migration()
+            await db.imports.store_mark()
         if stores_mark and not result.clean:
-            result.withdrawn = await db.imports.withdraw_migration()
+            result.withdrawn = await db.imports.withdraw_mark()
         return self._findings.write_to(result)
 
     async def _compare(self, item: SessionItem) -> None:
@@ -157,7 +157,7 @@ class ComparisonRun:
             if reread is None:
                 return
             item, reason = reread, await self._reason(reread)
-        self.scan.visited.add(item.session)
+        self.scan.processed_versions.add(item.session)
         self._result.sessions += 1
         if not isinstance(item.content, SessionContent):
             self._result.bad += 1

@@ -188,7 +188,7 @@ async def session_content(
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.runner.identify(app_name, user_id, session_id)
-    checked = await db.runner.run(key_operations.CheckSession(identity, _check_event))
+    checked = await db.runner.run(key_operations.ReadWholeSession(identity, _check_event))
     if checked is None:
         return None
     session, row = checked.session, checked.session.row
@@ -210,7 +210,7 @@ async def owner_state(db: Database, app_name: str, user_id: str | None = None) -
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
     identity = await db.runner.identify(app_name, user_id or "")
-    checked_owner = await db.runner.run(key_operations.CheckOwner(identity, of_user=of_user))
+    checked_owner = await db.runner.run(key_operations.ReadOwner(identity, of_user=of_user))
     return checked_owner.owner.state if checked_owner else b"{}"
 
 

@@ -11,7 +11,7 @@ from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
-from adk_secure_sessions.migration.adk_sql import TABLES, AdkQueries
+from adk_secure_sessions.migration.adk_sql import ADK_TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable
@@ -100,7 +100,7 @@ async def erase_source(
     # that begins with all copied events.
     # An empty source is perhaps the wrong one, and ends no migration.
     imports, has_ended = db.imports, comparison.completed
-    is_new = has_ended and await imports.complete_migration(source_is_erased=True)
+    is_new = has_ended and await imports.store_mark(source_is_erased=True)
     queries, executor = await source.queries(), source.writer()
     # Also contains attempts whose connection was lost: they may have been committed.
     attempts: list[tuple[int, int, int]] = []
@@ -113,17 +113,17 @@ async def erase_source(
 
     try:
         is_deleted = await retried(lambda: executor.run_sync(delete, commit=True), writes=True)
-        obstacles = await rewrite_tables(db, executor, TABLES) if is_deleted else []
+        obstacles = await rewrite_tables(db, executor, ADK_TABLES) if is_deleted else []
     finally:
         await executor.close()
         if attempts and has_ended:
             # Another run at the same time may have deleted nothing, and replaced the mark.
-            await imports.complete_migration(source_is_erased=True)
+            await imports.store_mark(source_is_erased=True)
         elif is_new:
-            await imports.withdraw_migration(source_is_kept=True)
+            await imports.withdraw_mark(source_is_kept=True)
     if not is_deleted:
         comparison.clean = comparison.completed = False
-        comparison.withdrawn = await imports.withdraw_migration()
+        comparison.withdrawn = await imports.withdraw_mark()
         if attempts:
             raise DatabaseError(
                 "an attempt to delete the source was interrupted, and somebody has written to it "
@@ -139,7 +139,8 @@ def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connec
     """Lock the tables, and return whether all sessions and states were compared in this version."""
     with dialect_of(connection).decoding(connection, bytes):
         queries.lock(connection)
-        if not all(session in run.scan.visited for session in queries.session_versions(connection)):
+        versions = queries.session_versions(connection)
+        if not all(version in run.scan.processed_versions for version in versions):
             return False
         for rows in queries.all_states(connection):
             for ids, state in queries.convert_states(rows).items():

@@ -212,7 +212,7 @@ class _MigrationRun:
             await in_groups(number, self._copy_state, batch)
 
     async def _copy_session(self, item: SessionItem) -> None:
-        self.scan.visited.add(item.session)
+        self.scan.processed_versions.add(item.session)
         status, content = item.status, item.content
         if isinstance(content, SessionContent):
             content = content.with_lifetime(self.lifetime)
@@ -319,7 +319,7 @@ class _MigrationRun:
                 self.result.bad += 1
                 self.findings.add(tag, reason, *ids)
                 continue
-            if delete and not self.scan.visited:
+            if delete and not self.scan.processed_versions:
                 raise ConfigurationError(
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"

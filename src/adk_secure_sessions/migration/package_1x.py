@@ -91,7 +91,7 @@ class Package1x(AdkTables):
     async def queries(self) -> AdkQueries:
         if self._queries is None:
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
-            queries = await self.run_decoded(work)
+            queries = await self.run_without_snapshot(work)
             samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, limit=2)))
             states = await to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]

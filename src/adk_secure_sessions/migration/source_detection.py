@@ -69,7 +69,7 @@ async def open_source(
     async with AdkTables(db_url) as tables:
         # The first and the last states may be plaintext.  Without reading all of them, the last
         # error below would tell the caller to omit the keys.
-        kinds = await tables.run_decoded(partial(kinds_in, reads_all=has_keys))
+        kinds = await tables.run_without_snapshot(partial(kinds_in, reads_all=has_keys))
     if not kinds:
         raise ConfigurationError(
             "the source contains neither google-adk's tables nor those of this package: check the "

@@ -97,7 +97,7 @@ class SourceScan:
     def __post_init__(self) -> None:
         # The versions that the caller has processed.  A version that was listed, but had no content
         # when it was read, is none of them: a replica that lagged behind may list it again.
-        self.visited: DigestSet = DigestSet()
+        self.processed_versions: DigestSet = DigestSet()
         self._tags = DigestSet()  # of the sessions that were listed first
         self._unseen_copies: dict[bytes, int] = {}
         # The apps whose copies may be gone.  The copies of other apps are those of another source.
@@ -149,7 +149,7 @@ class SourceScan:
             for session in batch:
                 if self._unseen_copies:
                     self._unseen_copies.pop(self.tag(session.ids), None)
-                if session not in self.visited:
+                if session not in self.processed_versions:
                     yield session
 
     async def gone_copies(self) -> AsyncIterator[GoneCopy]:

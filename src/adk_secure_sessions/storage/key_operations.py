@@ -51,7 +51,7 @@ class CheckedOwner(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class CheckOwner(StorageOperation[CheckedOwner | None]):
+class ReadOwner(StorageOperation[CheckedOwner | None]):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
     *identity* needs only the app and the tag of the owner.
@@ -102,8 +102,8 @@ class CheckedSession(NamedTuple, Generic[E]):
 
 
 @dataclass(eq=False, repr=False)
-class CheckSession(StorageOperation[CheckedSession[E] | None]):
-    """Read a session with all its events without the row cache; see `CheckOwner` and `GetSession`.
+class ReadWholeSession(StorageOperation[CheckedSession[E] | None]):
+    """Read a session with all its events without the row cache; see `ReadOwner` and `GetSession`.
 
     If *checks_owners* is False, the rows of the app and the user are not decrypted: `verify` has
     decrypted the ids in *identity* from the rows of the session and its user.

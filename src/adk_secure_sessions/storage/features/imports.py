@@ -352,7 +352,7 @@ class ImportSession(_Import[ImportStatus]):
         return apply_with_events(attempt, changes, row_id, self._groups, self._links)
 
 
-class ImportState(_Import[ImportStatus]):
+class ImportOwnerState(_Import[ImportStatus]):
     """Store the state of an app, or of a user, exactly as it is in another database.
 
     If *of_user* is False, the user id of *identity* is not used.  A stored state that was not
@@ -464,7 +464,7 @@ class MigrationMark(Enum):
     def source_is_erased(self) -> bool:
         return self is MigrationMark.SOURCE_ERASED
 
-    def mark(self, keyring: Keyring) -> str:
+    def text(self, keyring: Keyring) -> str:
         purpose = "source erased" if self.source_is_erased else "migration complete"
         return f"{self.value} {keyring.index_master.mac(purpose, keyring.database_id).hex()}"
 
@@ -538,7 +538,7 @@ class Imports:
         of_user = len(owner) > 1
         identity = await self._runner.identify(owner[0], owner[1] if of_user else "")
         macs = await self._macs()
-        operation = ImportState(identity, macs, state, of_user=of_user, replace=replace)
+        operation = ImportOwnerState(identity, macs, state, of_user=of_user, replace=replace)
         return await self._runner.run(operation)
 
     async def rows_for(self, ids: Iterable[K]) -> dict[K, CheckedMigratedRow]:
@@ -578,7 +578,7 @@ class Imports:
         tombstone = macs.tombstone(identity.user_tag)
         await self._runner.data.run(partial(add_tombstone_of_user, tombstone))
 
-    async def complete_migration(self, *, source_is_erased: bool = False) -> bool:
+    async def store_mark(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
 
         SOURCE_ERASED is never replaced here: return False.  Otherwise a later run could delete the
@@ -590,14 +590,14 @@ class Imports:
 
         def store(connection: sa.Connection) -> bool:
             stored = meta.read(connection, meta.MIGRATION_MARK, lock=True)
-            if stored == MigrationMark.SOURCE_ERASED.mark(keyring):
+            if stored == MigrationMark.SOURCE_ERASED.text(keyring):
                 return False
-            meta.put(connection, meta.MIGRATION_MARK, mark.mark(keyring))
+            meta.put(connection, meta.MIGRATION_MARK, mark.text(keyring))
             return True
 
         return await self._runner.key_tables.run(store)
 
-    async def withdraw_migration(self, *, source_is_kept: bool = False) -> bool:
+    async def withdraw_mark(self, *, source_is_kept: bool = False) -> bool:
         """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.  Return
         whether the mark was changed.
         """
@@ -607,19 +607,19 @@ class Imports:
         keyring = await self._runner.keyring()
         if await self.migration_mark() is not old:
             return False  # do not begin to write: the account may only be able to read
-        marks = old.mark(keyring), new and new.mark(keyring)
+        marks = old.text(keyring), new and new.text(keyring)
         swap = partial(meta.swap, name=meta.MIGRATION_MARK, old=marks[0], new=marks[1])
         return await self._runner.key_tables.run(swap)
 
     async def migration_mark(self) -> MigrationMark | None:
-        """Return the mark that `complete_migration` has stored; None if there is none."""
+        """Return the mark that `store_mark` has stored; None if there is none."""
         keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
         value = await self._runner.key_tables.run(read, commit=False)
         if value is None:
             return None
         for mark in MigrationMark:
-            if hmac.compare_digest(str(value).encode(), mark.mark(keyring).encode()):
+            if hmac.compare_digest(str(value).encode(), mark.text(keyring).encode()):
                 return mark
         raise WrongKeyError(
             f"the row `{meta.MIGRATION_MARK}` of secure_meta was tampered with: delete the row and "
