@@ -260,7 +260,7 @@ def open_events(
     For speed, the beginning of the context is computed once, and the cipher is looked up if an
     event names another data key than the event before it.
     """
-    identity, session_row = attempt.identity, session.row.id
+    identity, session_row_id = attempt.identity, session.row.id
     prefix = identity.event_prefix
     header, key = None, None
     plaintexts = []
@@ -271,14 +271,14 @@ def open_events(
             if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
-            context = records.context_with_prefix(prefix, session_row, seq, row[EVENT_TIME])
+            context = records.context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
             plaintext = open_with_flags(record, context, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history()
             previous = plaintext[EVENT_LINK]
             plaintexts.append(plaintext[EVENT_REST])
         except DecryptionError as error:
-            raise error.located(EVENTS.name, f"{session_row}, {seq}") from None
+            raise error.located(EVENTS.name, f"{session_row_id}, {seq}") from None
     if key is not None and attempt.keys.measured is not None:
         attempt.keys.count_work("decrypt", key, sum(map(len, plaintexts)), began)
     return plaintexts, previous
@@ -352,7 +352,7 @@ def _seal(attempt: Attempt, owner_tag: bytes, table: SealedTable[R], row: R, pla
 
 def seal_events(
     attempt: Attempt,
-    session_row: int,
+    session_row_id: int,
     first: int,
     new: Iterable[tuple[bytes, int]],
     links: Iterable[bytes],
@@ -366,9 +366,9 @@ def seal_events(
     prefix, tag, seal = attempt.identity.event_prefix, attempt.identity.user_tag, attempt.keys.seal
     rows = []
     for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
-        context = records.context_with_prefix(prefix, session_row, seq, at)
+        context = records.context_with_prefix(prefix, session_row_id, seq, at)
         record = seal(tag, context, link + previous + event)
-        rows.append(EventRow(session_row, seq, at, record))
+        rows.append(EventRow(session_row_id, seq, at, record))
         previous = link
     return rows
 

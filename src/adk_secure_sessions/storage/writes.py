@@ -116,12 +116,12 @@ class OwnerChanges:
             app = self.update_owner(app, delta=delta)
         return app
 
-    def ensure_user(self, user: Owner | None, app_row: int, delta: JsonObject) -> Owner:
-        """Ensure that the user of the app in *app_row* is stored; see `update_owner`."""
+    def ensure_user(self, user: Owner | None, app_row_id: int, delta: JsonObject) -> Owner:
+        """Ensure that the user of the app in *app_row_id* is stored; see `update_owner`."""
         if user is not None:
             return self.update_owner(user, delta=delta)
         identity = self._attempt.identity
-        row = UserRow(0, app_row, identity.user_tag, 0, b"")
+        row = UserRow(0, app_row_id, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
         entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
         row_id = index_rows.index_row_id(user.row.id)
@@ -348,11 +348,11 @@ class CreateSession(Write[SessionView]):
             raise CacheMiss
         return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
 
-    def _new_session(self, attempt: Attempt, user_row: int) -> tuple[StoredSession, Changes]:
+    def _new_session(self, attempt: Attempt, user_row_id: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""
         identity = attempt.identity
         row = SessionRow(
-            new_row_id(), user_row, identity.session_tag, 0,
+            new_row_id(), user_row_id, identity.session_tag, 0,
             COLLECTION if identity.is_collection else NO_SNAPSHOT, self.now, self.now,
             self.expires_at, b"",
         )  # fmt: skip
@@ -633,7 +633,7 @@ def event_groups(events: Iterable[TimedPlaintext]) -> list[list[TimedPlaintext]]
 def apply_with_events(
     attempt: Attempt,
     changes: Changes,
-    session_row: int,
+    session_row_id: int,
     groups: Iterable[list[TimedPlaintext]],
     links: Sequence[bytes],
 ) -> Steps[bool]:
@@ -644,7 +644,7 @@ def apply_with_events(
     for group in groups or [[]]:
         previous = links[first - 1] if first else NO_LINK
         own_links = links[first : first + len(group)]
-        sealed = sealed_rows.seal_events(attempt, session_row, first, group, own_links, previous)
+        sealed = sealed_rows.seal_events(attempt, session_row_id, first, group, own_links, previous)
         rows = [as_parameters(row) for row in sealed]
         if first:
             changes = [Change(sql.INSERT_EVENT, rows.pop(0))]

@@ -217,17 +217,17 @@ class ReplaceItems(AppendEvent):
 
     def _replacement(self, attempt: Attempt, seq: int) -> Change:
         """Return the change that replaces item *seq*; its new record contains the same links."""
-        session_row, tag = self.expected.session_row, attempt.identity.user_tag
-        with locating_errors(EVENTS.name, f"{session_row}, {seq}"):
+        session_row_id, tag = self.expected.session_row, attempt.identity.user_tag
+        with locating_errors(EVENTS.name, f"{session_row_id}, {seq}"):
             if (row := self._rows.get(seq)) is None:
                 if attempt.may_skip_read:
                     raise CacheMiss  # another process may have replaced the collection
                 raise TamperedError("it was removed", Reason.MISSING)
             old, prefix = row[EVENT_RECORD], attempt.identity.event_prefix
-            context = context_with_prefix(prefix, session_row, seq, row[EVENT_TIME])
+            context = context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
             links = attempt.keys.open(tag, context, old)[: 2 * LINK_LENGTH]
         new = attempt.keys.seal(tag, context, links + self.replaced[seq])
-        values = {"at_session_row": session_row, "at_seq": seq, "at_event": old, "event": new}
+        values = {"at_session_row": session_row_id, "at_seq": seq, "at_event": old, "event": new}
         return Change(sql.UPDATE_EVENT, values)
 
 

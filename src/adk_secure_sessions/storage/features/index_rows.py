@@ -63,9 +63,9 @@ def check_key(key: object) -> None:
         )
 
 
-def index_row_id(user_row: int) -> int:
+def index_row_id(user_row_id: int) -> int:
     """Return `row_id` in the rows of a user."""
-    return -1 - user_row
+    return -1 - user_row_id
 
 
 # --- Marks ----------------------------------------------------------------------------------------
