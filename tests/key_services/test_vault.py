@@ -316,7 +316,10 @@ def test_secret_that_is_not_text_is_rejected_without_repeating_it(vault: Vault, 
 
 
 def test_key_id_may_be_given(vault: Vault) -> None:
-    assert with_token(vault, key_id="the old vault").key_id == "the old vault"
+    key = with_token(vault, key_id="the old vault")
+    assert key.key_id == "the old vault"
+    other = VaultKey("transit/b", address=vault.address, token=vault.root_token, key_id=key.key_id)
+    assert key != other
     for wrong in ("x" * 256, "line\nbreak"):
         with pytest.raises(ConfigurationError, match="255"):
             with_token(vault, key_id=wrong)

@@ -134,7 +134,7 @@ class Pkcs11Key(RemoteKey):
         if not self._token or not self._label:
             raise ConfigurationError("a key in a token is written TOKEN/LABEL")
         path = os.fspath(module) if module is not None else read_environment("PKCS11_MODULE")
-        super().__init__(key_id or f"pkcs11:{key}", path, timeout=timeout, attempts=attempts)
+        super().__init__(key_id or f"pkcs11:{key}", path, key, timeout=timeout, attempts=attempts)
         # python-pkcs11 crashes if an attribute cannot be encoded.
         check_text(key, "the name of the key")
         check_text(path, "the path of the library")

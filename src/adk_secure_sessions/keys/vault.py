@@ -109,7 +109,7 @@ class VaultKey(RemoteKey):
         namespace = namespace or os.environ.get("VAULT_NAMESPACE") or ""
         _check_header(namespace, "namespace")
         super().__init__(
-            key_id or f"vault:{key}", address, namespace, timeout=timeout, attempts=attempts
+            key_id or f"vault:{key}", address, namespace, key, timeout=timeout, attempts=attempts
         )
         self._mount, _, self._name = key.rpartition("/")
         self._url = f"{address}/v1"
