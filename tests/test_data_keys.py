@@ -157,8 +157,11 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     later.choose_current(ADA, (row.id,))
     assert current_id(later) == row.id
     keys.keyring = keyring(ANOTHER_MASTER)
-    later.choose_current(ADA, (row.id,))
-    assert current_id(later) is None
+    guard, used = later.keyring_guard(), parse_header(later.new(ADA).wrapped)[1]
+    assert guard["master_id"] == used == keyring(MASTER).wrapping_master_id
+    latest = TransactionKeys(keys)
+    latest.choose_current(ADA, (row.id,))
+    assert current_id(latest) is None
 
 
 def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: DatabaseKeys) -> None:

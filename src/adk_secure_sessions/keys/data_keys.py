@@ -166,6 +166,9 @@ class TransactionKeys:
     packing: Packing = Packing()
 
     def __post_init__(self) -> None:
+        # Always the same object, although `_database_keys` may get another while a thread runs the
+        # transaction: `keyring_guard` must be about the keyring whose master wraps a new key.
+        self.keyring: Keyring = self._database_keys.keyring
         # The data keys that this transaction has read, created or taken from the cache, by owner.
         # The cache may remove or replace them meanwhile, but the transaction continues to use them.
         self._by_owner: dict[bytes, OwnerKeys] = {}
@@ -182,11 +185,6 @@ class TransactionKeys:
         if self.measured is not None:
             self.measured.compact()
 
-    @property
-    def keyring(self) -> Keyring:
-        """The keyring that this process uses now."""
-        return self._database_keys.keyring
-
     def load(self, rows: Iterable[DataKeyRow], fingerprints: Iterable[MasterFingerprint]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
 
@@ -196,7 +194,7 @@ class TransactionKeys:
         If *fingerprints*, which the same query has read from `secure_keyring`, differ from the
         keyring and *accepts_changed_keyring* is False, raise StaleKeyring.
         """
-        keyring_has_changed = not self._database_keys.keyring.is_current(fingerprints)
+        keyring_has_changed = not self.keyring.is_current(fingerprints)
         if keyring_has_changed and not self.accepts_changed_keyring:
             raise StaleKeyring
         by_owner: dict[bytes, dict[int, DataKey | None]] = {}
@@ -262,7 +260,7 @@ class TransactionKeys:
         `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
         the clock of this process may be behind the clock that measured the start.
         """
-        keyring, writer = self._database_keys.keyring, self._database_keys.writing
+        keyring, writer = self.keyring, self._database_keys.writing
         master_id = keyring.wrapping_master_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
@@ -295,7 +293,7 @@ class TransactionKeys:
         Otherwise, another process may have retired or replaced the data master that wraps the data
         key.
         """
-        keyring = self._database_keys.keyring
+        keyring = self.keyring
         return {"master_id": keyring.wrapping_master_id, "master_count": keyring.row_count}
 
     def has_fresh_keys(self, owner_tag: bytes) -> bool:
@@ -437,7 +435,7 @@ class TransactionKeys:
         return keys
 
     def _is_usable(self, key: DataKey) -> bool:
-        writer, keyring = self._database_keys.writing, self._database_keys.keyring
+        writer, keyring = self._database_keys.writing, self.keyring
         return key.backend_id == writer.backend_id and key.master_id in keyring.usable_master_ids
 
     def _unwrap(self, row: DataKeyRow) -> DataKey | None:
@@ -445,7 +443,7 @@ class TransactionKeys:
 
         A missing backend is no error here.  `key_of` raises an error if a record names the backend.
         """
-        key = unwrap_data_key(row, self._database_keys.keyring)
+        key = unwrap_data_key(row, self.keyring)
         backend = self._database_keys.backends.get(row.backend_id)
         if backend is None:
             return None
