@@ -1,4 +1,4 @@
-"""The database that a maintenance command works on.  Opening the database does not change it."""
+"""The database that a maintenance command works on."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,7 +87,8 @@ def _server(url: sa.URL) -> str:
 class Database(HoldsSecrets, ClosedByWith):
     """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
-    Services may keep reading and writing the database.  Only `init` creates tables.
+    Services may keep reading and writing the database.  Only `init` and `move_keys` create
+    tables.
 
     Args:
         db_url: The database URL, in the same form as for `EncryptedSessionService`.

@@ -82,7 +82,8 @@ async def separate(
     Afterwards, the copy does not know what `migrate` has copied, and its audit trail is empty.
 
     Run `separate` on the copy.  Services reject the copy until the separation has ended.  If a run
-    is killed, or if its result is not `complete`, run `separate` again: the next run continues.
+    is killed, or if its result is not `complete`, run `separate` again: the next run continues or,
+    if the old data masters are already deleted, begins again.
 
     Args:
         progress: Begins again for each of three steps: the rotation of the data master, that of
