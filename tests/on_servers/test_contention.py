@@ -126,7 +126,10 @@ async def test_an_index_that_is_filled_while_a_service_starts_stays_complete(
     postgresql: Server,
 ) -> None:
     names: dict[str, Any] = {"app_name": "app", "user_id": "u"}
-    with postgresql.database() as place, closing(sa.create_engine(place).connect()) as connection:
+    with (
+        postgresql.database() as place,
+        closing(sa.create_engine(place, poolclass=sa.NullPool).connect()) as connection,
+    ):
         url = for_service(place)
         async with (
             open_service(url) as first,
