@@ -43,8 +43,7 @@ _ONE: sa.ColumnElement[int] = sa.literal_column("1")
 
 
 class Problem(NamedTuple):
-    """A row that cannot be decrypted, an orphaned row, or a problem of a feature list, of an audit
-    trail or of a blob.
+    """A row that cannot be decrypted, an orphaned row, or a bad feature list, trail or blob.
 
     A row is orphaned if the session, user or app row that it belongs to does not exist.
 
