@@ -26,7 +26,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError, Secu
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import APP_PREFIX, USER_PREFIX, encode_state, load_state
-from adk_secure_sessions.formats.records import Packing
+from adk_secure_sessions.formats.records import Packing, is_unicode
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.listings import (
@@ -815,13 +815,9 @@ def check_ids(
     for name, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a string, not {type(value).__name__}")
-        try:
-            size = len(value.encode())
-        except UnicodeEncodeError:
-            size = -1  # not raised here: the exception would hold the id
-        if size < 0:  # if it were stored, no listing that contains it could be sent as JSON
+        if not is_unicode(value):  # no listing that contains it could be sent as JSON
             raise ValueError(f"{name} has a lone surrogate (half of a UTF-16 pair)")
-        if size > MAX_ID_BYTES:
+        if len(value.encode()) > MAX_ID_BYTES:
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 

@@ -288,8 +288,9 @@ class SqliteExecutor:
         threads: list[WorkerThread] = []
         try:
             for index in range(number):
-                made = WorkerThread(self._engine, self._file, self._read_timeout, writes=index == 0)
-                threads.append(made)
+                writes = index == 0
+                thread = WorkerThread(self._engine, self._file, self._read_timeout, writes=writes)
+                threads.append(thread)
         except BaseException:  # the process may have no more threads
             for thread in threads:
                 thread.queue.put(None)

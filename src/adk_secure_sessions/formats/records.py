@@ -216,6 +216,15 @@ def encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether *text* has no lone surrogate.  No error is raised, which would hold *text*."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def decode_text(data: object) -> str:
     try:
         return require_bytes(data).decode("utf-8", "surrogatepass")

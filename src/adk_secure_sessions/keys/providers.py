@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
+from adk_secure_sessions.formats.records import is_unicode
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 
 RAW_KEY_WRAP = b"\x01"
@@ -213,10 +214,8 @@ def check_text(secret: str, name: str) -> None:
     Bytes that are not UTF-8 become surrogates in a variable or an argument.  Without this check, a
     library would raise UnicodeEncodeError, which contains the text.
     """
-    try:
-        secret.encode()
-    except UnicodeEncodeError:
-        raise ConfigurationError(f"{name} is not text in UTF-8") from None
+    if not is_unicode(secret):
+        raise ConfigurationError(f"{name} is not text in UTF-8")
 
 
 def read_private_file(path: Path) -> bytes:

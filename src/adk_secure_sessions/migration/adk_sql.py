@@ -18,6 +18,7 @@ from sqlalchemy.dialects.mysql import CHAR
 from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
+from adk_secure_sessions.formats.records import is_unicode
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import EventReader, Row
@@ -482,11 +483,7 @@ def _time_as_text(time: Any) -> str:
 def can_store(dialect: str, *texts: str) -> bool:
     """Return whether a database can have columns with these texts."""
     text = "".join(texts)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return dialect != "postgresql" or "\0" not in text
+    return is_unicode(text) and (dialect != "postgresql" or "\0" not in text)
 
 
 # --- Recognition ---------------------------------------------------------------------------------

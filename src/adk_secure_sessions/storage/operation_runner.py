@@ -234,7 +234,7 @@ _SOURCES_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource
 
 
 class KeyRetryState:
-    """What the attempts at one operation have tried so far to get their keys, and what is left."""
+    """What the attempts at one operation have tried to get their keys, and what they may try."""
 
     # The source of this attempt, then those to try if the attempt lacks a data key.
     sources: Sequence[KeySource] = (KeySource.QUERY,)
@@ -271,8 +271,8 @@ class Attempt(NamedTuple):
     @property
     def unknown_key_is_final(self) -> bool:
         """Whether another attempt would raise UnknownKeyError again."""
-        search = self.key_retries
-        return len(search.sources) == 1 and not search.needs_keyring(self.keys)
+        retries = self.key_retries
+        return len(retries.sources) == 1 and not retries.needs_keyring(self.keys)
 
     def on_success(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
