@@ -50,7 +50,7 @@ def keys() -> DatabaseKeys:
 def made(database_keys: DatabaseKeys, number: int, owner_tag: bytes = ADA) -> list[DataKeyRow]:
     """Data keys of the owner, of the generations 0, 1, ..."""
     staged = TransactionKeys(database_keys)
-    return [staged.new(owner_tag) for _ in range(number)]
+    return [staged.create_data_key(owner_tag) for _ in range(number)]
 
 
 def read(
@@ -77,7 +77,7 @@ def current_id(staged: TransactionKeys, owner_tag: bytes = ADA) -> int | None:
 
 def of_another_backend(database_keys: DatabaseKeys, *rows: DataKeyRow) -> DataKeyRow:
     """The data key that a service makes whose writing backend is Fernet."""
-    return read(data_keys(database_keys.keyring, fernet=True), rows).new(ADA)
+    return read(data_keys(database_keys.keyring, fernet=True), rows).create_data_key(ADA)
 
 
 def test_owner_gets_no_key_that_would_not_be_read(
@@ -85,9 +85,9 @@ def test_owner_gets_no_key_that_would_not_be_read(
 ) -> None:
     rows = made(keys, 4)
     monkeypatch.setattr("adk_secure_sessions.keys.data_keys.MAX_DATA_KEYS", 104)
-    read(keys, rows[:3]).new(ADA)
+    read(keys, rows[:3]).create_data_key(ADA)
     with pytest.raises(ConfigurationError, match=r"has 4 data keys.*run `retire`"):
-        read(keys, rows).new(ADA)
+        read(keys, rows).create_data_key(ADA)
 
 
 # --- the current data key ------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_cached_key_under_a_retired_master_encrypts_nothing() -> None:
     later.choose_current(ADA, (row.id,))
     assert current_id(later) == row.id
     keys.keyring = keyring(ANOTHER_MASTER)
-    guard, used = later.keyring_guard(), parse_header(later.new(ADA).wrapped)[1]
+    guard, used = later.keyring_guard(), parse_header(later.create_data_key(ADA).wrapped)[1]
     assert guard["master_id"] == used == keyring(MASTER).wrapping_master_id
     latest = TransactionKeys(keys)
     latest.choose_current(ADA, (row.id,))
@@ -180,7 +180,7 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: Data
 def test_row_names_the_new_key_in_place_of_the_one_before(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read_and_chosen(keys, [row], [row.id])
-    new = staged.new(ADA)
+    new = staged.create_data_key(ADA)
     assert current_id(staged) == new.id
     assert staged.ids_to_store(ADA, [row.id]) == (new.id,)
 
@@ -247,7 +247,7 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(
     (row,) = made(keys, 1)
     for order in ([row, junk(row, taken)], [junk(row, taken), row]):
         staged = read_and_chosen(keys, order, [row.id])
-        new = staged.new(ADA)
+        new = staged.create_data_key(ADA)
         assert new.generation == taken + 1
         assert current_id(read_and_chosen(keys, [row, new], [row.id, new.id])) == new.id
 
@@ -256,7 +256,7 @@ def test_junk_key_alone_does_not_keep_a_new_owner_from_a_first_key(keys: Databas
     (bobs,) = made(keys, 1, BOB)
     staged = read(keys, [junk(bobs)._replace(owner=ADA)])
     assert not staged.has_fresh_keys(ADA)
-    assert staged.new(ADA).generation == 8
+    assert staged.create_data_key(ADA).generation == 8
 
 
 @pytest.mark.parametrize("generation", ["text", None, 1.5, b"7"])
@@ -267,14 +267,14 @@ def test_junk_key_whose_generation_is_no_integer_takes_none(
     (row,) = made(keys, 1)
     staged = read(keys, [row, row._replace(id=99, generation=generation)])  # type: ignore[arg-type]
     staged.choose_current(ADA, [row.id])
-    assert staged.new(ADA).generation == 1
+    assert staged.create_data_key(ADA).generation == 1
 
 
 def test_no_key_is_made_after_the_last_generation(keys: DatabaseKeys) -> None:
     (row,) = made(keys, 1)
     staged = read_and_chosen(keys, [row, junk(row, LAST)], [row.id])
     with pytest.raises(TamperedError, match="highest possible generation") as rejected:
-        staged.new(ADA)
+        staged.create_data_key(ADA)
     assert (rejected.value.table, rejected.value.reason) == ("secure_data_keys", Reason.MALFORMED)
     assert current_id(staged) == row.id, "the key that there is still encrypts"
 
@@ -343,9 +343,9 @@ def test_separated_copy_unwraps_data_keys_of_its_old_masters_only_with_the_old_d
 def test_time_of_a_new_key_is_in_microseconds_and_not_before_the_given_time() -> None:
     staged = TransactionKeys(data_keys())
     began = time.time_ns() // 1000
-    assert began <= staged.new(ADA).created_at <= time.time_ns() // 1000
-    assert staged.new(ADA, not_before=began + 10**12).created_at == began + 10**12
-    assert staged.new(ADA, not_before=5).created_at >= began
+    assert began <= staged.create_data_key(ADA).created_at <= time.time_ns() // 1000
+    assert staged.create_data_key(ADA, not_before=began + 10**12).created_at == began + 10**12
+    assert staged.create_data_key(ADA, not_before=5).created_at >= began
 
 
 def test_data_key_whose_record_takes_more_than_64_kib_is_not_stored(keys: DatabaseKeys) -> None:
@@ -401,7 +401,7 @@ def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forg
     published(keys, row)
     staged, another = TransactionKeys(keys), TransactionKeys(keys)
     assert current_id(staged) == current_id(another) == row.id
-    another.forget(ADA)
+    another.evict_from_cache(ADA)
     assert current_id(another) is None
     keys.by_owner.drop(ADA)
     assert current_id(staged) == row.id
@@ -412,7 +412,7 @@ def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such(
     keys: DatabaseKeys,
 ) -> None:
     writer = TransactionKeys(keys)
-    rows = [writer.new(ADA), writer.new(BOB)]
+    rows = [writer.create_data_key(ADA), writer.create_data_key(BOB)]
     stored = writer.seal(ADA, CONTEXT, b"plaintext")
     later = read(keys, rows)
     with pytest.raises(TamperedError, match="belongs to another owner"):
@@ -439,7 +439,7 @@ KINDS: dict[str, tuple[Encrypt, Decrypt, bytes]] = {
     ),
     "plaintext with flags": (
         lambda staged, text: staged.seal(ADA, CONTEXT, text, has_flags=True),
-        lambda staged, stored: staged.open_with_flags(ADA, CONTEXT, stored, keep_packed),
+        lambda staged, stored: staged.open_plaintext(ADA, CONTEXT, stored, keep_packed),
         b"\x00text",
     ),
 }
@@ -450,7 +450,7 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     encrypt: Encrypt, decrypt: Decrypt, plaintext: bytes
 ) -> None:
     staged = TransactionKeys(data_keys())
-    staged.new(ADA)
+    staged.create_data_key(ADA)
     assert decrypt(staged, encrypt(staged, plaintext)) == plaintext, "nothing is measured"
     staged.measured = operation = Operation("test")
     times = [perf_counter()]
@@ -484,7 +484,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
 
 def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
     staged = TransactionKeys(data_keys(), packing=Packing("zlib"))
-    staged.new(ADA)
+    staged.create_data_key(ADA)
     content = b"x" * 5000
     stored = staged.seal(ADA, CONTEXT, content)
     assert len(stored) < 200
@@ -498,13 +498,13 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
 
 
 @pytest.mark.parametrize("change", [{"owner_tag": BOB}, {"context": b"another"}], ids=str)
-@pytest.mark.parametrize("unpack_with", [unpack, reject_flags, keep_packed])
+@pytest.mark.parametrize("if_packed", [unpack, reject_flags, keep_packed])
 def test_record_of_another_owner_or_context_is_rejected(
-    unpack_with: Callable[[bytes], bytes], change: dict[str, Any]
+    if_packed: Callable[[bytes], bytes], change: dict[str, Any]
 ) -> None:
     staged = TransactionKeys(data_keys())
-    staged.new(ADA), staged.new(BOB)
+    staged.create_data_key(ADA), staged.create_data_key(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
     arguments = {"owner_tag": ADA, "context": CONTEXT, "record": stored} | change
     with pytest.raises(TamperedError):
-        staged.open(**arguments, unpack_with=unpack_with)
+        staged.open(**arguments, if_packed=if_packed)

@@ -440,20 +440,20 @@ def cipher_of(database_keys: DatabaseKeys, row: DataKeyRow) -> Cipher:
 
 async def test_key_of_another_backend_is_not_usable_and_counts_as_a_generation() -> None:
     first = await store(1)
-    row = TransactionKeys(first).new(ADA)
+    row = TransactionKeys(first).create_data_key(ADA)
     for listed in ((1,), ()):
         staged = loaded(on(first.keyring, 2, *listed), row)
         assert staged.current(ADA) is None
-        assert staged.new(ADA).generation == 1
+        assert staged.create_data_key(ADA).generation == 1
 
 
 async def test_data_key_under_a_plaintext_master_key_is_not_usable() -> None:
     rows = await made(ROOT, CLEAR)
-    row = TransactionKeys(on(await opened(rows, CLEAR, ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows, CLEAR, ROOT), 1)).create_data_key(ADA)
     assert parse_header(row.wrapped)[1] == rows[2].id
     moved = loaded(on(await opened(rows, ROOT, CLEAR), 1), row)
     assert moved.current(ADA) is None
-    assert moved.new(ADA).generation == 1
+    assert moved.create_data_key(ADA).generation == 1
 
 
 # --- the keyring of a running service ------------------------------------------------------------
@@ -504,7 +504,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
     assert again.row_count == len(stored)
     assert again.is_current(fingerprints_of(stored))
     assert junk not in again.rows.values()
-    TransactionKeys(on(again, 1)).new(ADA)
+    TransactionKeys(on(again, 1)).create_data_key(ADA)
     (record,) = caplog.records
     assert str(junk.id) in record.getMessage()
     assert record.levelname == "ERROR"
@@ -521,7 +521,7 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
 
 async def test_running_service_uses_no_data_key_under_a_changed_master() -> None:
     rows = await made(ROOT, ROOT)
-    row = TransactionKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows[:2], ROOT), 1)).create_data_key(ADA)
     known = await opened(rows, ROOT)
     assert loaded(on(known, 1), row).current(ADA) is not None
     changed = [rows[0], row_like(rows[1], created_at=5), rows[2]]
@@ -646,7 +646,7 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows = await made(ROOT, ROOT)
-    row = TransactionKeys(on(await opened(rows, ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows, ROOT), 1)).create_data_key(ADA)
     known = await opened(rows[:2], ROOT)
     root = Failing(rows[2].wrapped)
     again = await renewed(rows, known, root)
@@ -717,7 +717,7 @@ async def test_service_that_cannot_be_reached_is_called_once_for_all_rows() -> N
 
 async def test_known_master_whose_row_changed_is_not_used_while_its_key_service_fails() -> None:
     rows = await made(ROOT, ROOT)
-    row = TransactionKeys(on(await opened(rows[:2], ROOT), 1)).new(ADA)
+    row = TransactionKeys(on(await opened(rows[:2], ROOT), 1)).create_data_key(ADA)
     known = await opened(rows, ROOT)
     changed = [rows[0], row_like(rows[1], wrapped=b"\x01changed"), rows[2]]
     again = await renewed(changed, known, Failing(b"\x01changed"))
@@ -755,7 +755,7 @@ async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None
     writer = TransactionKeys(keys)
     rows, sealed = [], []
     for _ in range(3):
-        rows.append(writer.new(ADA))
+        rows.append(writer.create_data_key(ADA))
         sealed.append(writer.seal(ADA, CONTEXT, b""))
     staged = loaded(keys, *rows[:2])
     assert staged.current_is_as_new_as(ADA)
@@ -766,9 +766,9 @@ async def test_current_key_is_as_new_as_its_own_and_older_records_only() -> None
 
 async def test_current_key_is_not_as_new_as_a_newer_one_of_another_backend() -> None:
     first = await store(1)
-    row = TransactionKeys(first).new(ADA)
+    row = TransactionKeys(first).create_data_key(ADA)
     other = loaded(on(first.keyring, 2, 1), row)
-    newer = other.new(ADA)
+    newer = other.create_data_key(ADA)
     sealed = other.seal(ADA, CONTEXT, b"")
     staged = loaded(on(first.keyring, 1, 2), row, newer)
     assert staged.current_is_as_new_as(ADA)

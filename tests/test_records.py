@@ -24,7 +24,7 @@ from adk_secure_sessions.formats.records import (
     Packing,
     context,
     keep_packed,
-    open_with_flags,
+    open_plaintext,
     parse_header,
     reject_flags,
     unpack,
@@ -39,7 +39,7 @@ CONTEXT = context(("event", "clinic", "ada"), 1, 2)
 
 
 # Every function that decrypts a record.
-opening = pytest.mark.parametrize("unpack_with", [unpack, keep_packed, reject_flags])
+opening = pytest.mark.parametrize("if_packed", [unpack, keep_packed, reject_flags])
 Unpack = Callable[[bytes], bytes]
 
 
@@ -132,7 +132,7 @@ def test_record_is_decrypted_in_its_context(
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
     assert parse_header(stored) == records.parse_header_or_none(stored) == (backend_id, key_id)
-    assert open_with_flags(stored, associated, CIPHER) == NO_FLAGS + plaintext
+    assert open_plaintext(stored, associated, CIPHER) == NO_FLAGS + plaintext
 
 
 def test_record_begins_with_the_documented_header() -> None:
@@ -153,20 +153,20 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
-@pytest.mark.parametrize("unpack_with", [unpack, keep_packed])
+@pytest.mark.parametrize("if_packed", [unpack, keep_packed])
 @pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
-def test_unknown_flags_are_rejected_by_name(unpack_with: Unpack, flags: int) -> None:
+def test_unknown_flags_are_rejected_by_name(if_packed: Unpack, flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
-        open_with_flags(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, unpack_with)
+        open_plaintext(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, if_packed)
     assert info.value.reason is Reason.UNKNOWN_FLAGS
     assert not isinstance(info.value, TamperedError)
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_empty_plaintext_is_malformed(unpack_with: Unpack) -> None:
+def test_empty_plaintext_is_malformed(if_packed: Unpack) -> None:
     with pytest.raises(TamperedError, match="empty") as info:
-        open_with_flags(with_flags(b""), CONTEXT, CIPHER, unpack_with)
+        open_plaintext(with_flags(b""), CONTEXT, CIPHER, if_packed)
     assert info.value.reason is Reason.MALFORMED
 
 
@@ -182,36 +182,36 @@ PACKED = {
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
     stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
-    assert open_with_flags(stored, CONTEXT, CIPHER) == NO_FLAGS + CONTENT
-    assert open_with_flags(stored, CONTEXT, CIPHER, keep_packed) == plaintext
+    assert open_plaintext(stored, CONTEXT, CIPHER) == NO_FLAGS + CONTENT
+    assert open_plaintext(stored, CONTEXT, CIPHER, keep_packed) == plaintext
 
 
-@pytest.mark.parametrize("unpack_with", [unpack, keep_packed])
-def test_plaintext_that_does_not_fit_its_flags_is_malformed(unpack_with: Unpack) -> None:
+@pytest.mark.parametrize("if_packed", [unpack, keep_packed])
+def test_plaintext_that_does_not_fit_its_flags_is_malformed(if_packed: Unpack) -> None:
     with pytest.raises(TamperedError, match="malformed") as info:
-        open_with_flags(with_flags(b"\x01a secret"), CONTEXT, CIPHER, unpack_with)
+        open_plaintext(with_flags(b"\x01a secret"), CONTEXT, CIPHER, if_packed)
     assert info.value.reason is Reason.MALFORMED
 
 
 def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
-    assert open_with_flags(stored, CONTEXT, CIPHER, reject_flags) == NO_FLAGS + b"a key"
+    assert open_plaintext(stored, CONTEXT, CIPHER, reject_flags) == NO_FLAGS + b"a key"
     packed = [PACKED[name] for name in ("compressed", "padded", "both")]
     for plaintext in (*packed, b"\x01a key", b"\x02a key", b"\x04a key", b"\x80a key"):
         with pytest.raises(DecryptionError, match="has no flags") as info:
-            open_with_flags(with_flags(plaintext), CONTEXT, CIPHER, reject_flags)
+            open_plaintext(with_flags(plaintext), CONTEXT, CIPHER, reject_flags)
         assert info.value.reason is Reason.UNKNOWN_FLAGS
 
 
 @opening
-def test_record_moved_to_another_context_is_rejected(unpack_with: Unpack) -> None:
+def test_record_moved_to_another_context_is_rejected(if_packed: Unpack) -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
     for moved, where in (
         (stored, CONTEXT + b"x"),
         (records.build_header(1, 8) + stored[13:], CONTEXT),
     ):
         with pytest.raises(TamperedError) as info:
-            open_with_flags(moved, where, CIPHER, unpack_with)
+            open_plaintext(moved, where, CIPHER, if_packed)
         assert info.value.reason is Reason.AUTHENTICATION
 
 
@@ -266,18 +266,18 @@ def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any, failure: str) 
 
 @opening
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
-def test_error_of_a_cipher_that_decrypts_is_a_rejection(unpack_with: Unpack, result: Any) -> None:
+def test_error_of_a_cipher_that_decrypts_is_a_rejection(if_packed: Unpack, result: Any) -> None:
     with pytest.raises(TamperedError, match="could not decrypt") as info:
-        open_with_flags(EMPTY, CONTEXT, Misbehaving(result), unpack_with)
+        open_plaintext(EMPTY, CONTEXT, Misbehaving(result), if_packed)
     assert info.value.reason is Reason.AUTHENTICATION
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_decryption_error_of_a_cipher_passes_unchanged(unpack_with: Unpack) -> None:
+def test_decryption_error_of_a_cipher_passes_unchanged(if_packed: Unpack) -> None:
     refusal = UnknownKeyError("as raised")
     with pytest.raises(UnknownKeyError, match="as raised"):
-        open_with_flags(EMPTY, CONTEXT, Misbehaving(refusal), unpack_with)
+        open_plaintext(EMPTY, CONTEXT, Misbehaving(refusal), if_packed)
 
 
 # --- reasons -------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Forger:
         ((stored,),) = self._rows(query)
         backend_id, key_id = records.parse_header(stored)
         key = unwrap_data_key(self.data_keys[key_id], self.keyring)
-        plaintext = records.open_with_flags(stored, context, _fixed(backend_id, key, ""))[1:]
+        plaintext = records.open_plaintext(stored, context, _fixed(backend_id, key, ""))[1:]
         whole = edit(records.NO_FLAGS + plaintext)
         header = stored[: records.HEADER_LENGTH]
         cipher = _fixed(backend_id, key, f"forged {table} {where} {whole.hex()}")

@@ -24,7 +24,8 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import DATA_MASTER, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
-from adk_secure_sessions.storage.operation_runner import Attempt, KeySource, RowCache
+from adk_secure_sessions.storage.operation_runner import Attempt, KeySource
+from adk_secure_sessions.storage.row_cache import RowCache
 from adk_secure_sessions.storage.schema import (
     NEVER,
     NO_SNAPSHOT,
@@ -228,7 +229,7 @@ class Stored:
     def __init__(self, *, events: int = 2, snapshot: bytes | None = None) -> None:
         self.keys = data_keys()
         staged = TransactionKeys(self.keys)
-        self.key_rows = [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
+        self.key_rows = [staged.create_data_key(WHO.app_tag), staged.create_data_key(WHO.user_tag)]
         app_key, user_key = ((row.id,) for row in self.key_rows)
         app_row = AppRow(1, WHO.app_tag, encode_text(WHO.app_name), 5, b"")
         app = Owner(app_row, "", b'{"a":1}', new_link(), app_key)
@@ -240,8 +241,8 @@ class Stored:
         links = [new_link() for _ in range(events)]
         base = NO_SNAPSHOT if snapshot is None else 0
         row = SessionRow(3, 2, WHO.session_tag, events, base, 100, 100 + events, NEVER, b"")
-        head = links[-1] if events else NO_LINK
-        session = StoredSession(row, WHO.session_id, b'{"s":1}', head=head)
+        last_link = links[-1] if events else NO_LINK
+        session = StoredSession(row, WHO.session_id, b'{"s":1}', last_link=last_link)
         if snapshot is not None:
             session = session._replace(snapshot=snapshot, snapshot_link=new_link())
         self.sealing = sealing = self.attempt(staged)
@@ -269,7 +270,7 @@ class Stored:
 
     def attempt(self, keys: TransactionKeys) -> Attempt:
         cache = RowCache(10)
-        return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.clock)
+        return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.entry_count)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

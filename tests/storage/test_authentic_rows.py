@@ -8,9 +8,9 @@ import pytest
 
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.operation_runner import CachedEvents, EventCache
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListSessions
+from adk_secure_sessions.storage.row_cache import CachedEvents, EventCache
 from adk_secure_sessions.storage.schema import UserRow
 from adk_secure_sessions.storage.writes import CreateSession, OwnerChanges
 from tests.storage.support import (

@@ -122,7 +122,7 @@ def runner_of(executors: Executors, keyrings: OpenKeyring | None = None) -> Oper
 def load_keys(attempt: Attempt) -> str:
     """An attempt that reads the owners' data keys, and succeeds."""
     for owner in (WHO.app_tag, WHO.user_tag):
-        attempt.keys.new(owner)
+        attempt.keys.create_data_key(owner)
     return "done"
 
 
@@ -130,7 +130,7 @@ async def runner_that_knows_the_keys() -> OperationRunner:
     runner = runner_of(one_database()[0])
     staged = TransactionKeys(await runner.database_keys())
     for owner in (WHO.app_tag, WHO.user_tag):
-        staged.new(owner)
+        staged.create_data_key(owner)
     staged.publish()
     return runner
 
@@ -277,7 +277,7 @@ NO_KEYS = key_rows([])
 
 def stored_keys() -> list[DataKeyRow]:
     staged = TransactionKeys(data_keys())
-    return [staged.new(WHO.app_tag), staged.new(WHO.user_tag)]
+    return [staged.create_data_key(WHO.app_tag), staged.create_data_key(WHO.user_tag)]
 
 
 async def test_key_database_is_read_before_the_attempt() -> None:
@@ -389,7 +389,7 @@ async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call
 async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stale() -> None:
     """A data key that names a master key of nobody's must not be asked for without end."""
     forger = TransactionKeys(data_keys(keyring(ANOTHER_MASTER)))
-    forged = forger.new(WHO.user_tag)
+    forged = forger.create_data_key(WHO.user_tag)
     record = forger.seal(WHO.user_tag, b"", b"")
 
     def loads(attempt: Attempt) -> object:
@@ -448,7 +448,7 @@ async def test_conflict_of_an_attempt_with_a_new_key_renews_the_keyring(
 
 async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> None:
     newer = keyring(MASTER, ANOTHER_MASTER)
-    row = TransactionKeys(data_keys(newer)).new(WHO.user_tag)
+    row = TransactionKeys(data_keys(newer)).create_data_key(WHO.user_tag)
     executors, executor = one_database(key_rows([row], newer), key_rows([row], newer))
     runner = runner_of(executors, KeyringReads(keyring(), newer))
     keys = await runner.load_data_keys(WHO.user_tag)

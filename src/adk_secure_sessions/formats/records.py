@@ -321,13 +321,13 @@ def parse_header_or_none(record: object) -> tuple[int, int] | None:
         return None
 
 
-def open_with_flags(
-    record: bytes, context: bytes, cipher: Cipher, unpack_with: Callable[[bytes], bytes] = unpack
+def open_plaintext(
+    record: bytes, context: bytes, cipher: Cipher, if_packed: Callable[[bytes], bytes] = unpack
 ) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its flags and content.
 
     The flags stay: readers of events, of which there may be thousands, take slices in any case.
-    If the record is packed, return what *unpack_with* makes of its plaintext: `unpack`,
+    If the record is packed, return what *if_packed* makes of its plaintext: `unpack`,
     `keep_packed`, or, for wrapped keys and version witnesses, which are never packed,
     `reject_flags`.
     """
@@ -343,7 +343,7 @@ def open_with_flags(
         return plaintext
     if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
-    return unpack_with(plaintext)
+    return if_packed(plaintext)
 
 
 # --- plaintexts ----------------------------------------------------------------------------------
@@ -395,12 +395,12 @@ def split_owner(data: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
     return data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :]
 
 
-def join_session(head: bytes, snapshot_link: bytes, overlay: bytes) -> bytes:
-    return head + snapshot_link + overlay
+def join_session(last_link: bytes, snapshot_link: bytes, overlay: bytes) -> bytes:
+    return last_link + snapshot_link + overlay
 
 
 def split_session(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the head, the link of the snapshot and the overlay of a session."""
+    """Return the link of the last event, that of the snapshot, and the overlay of a session."""
     if len(data) < 2 * LINK_LENGTH:
         raise _malformed()
     end = 2 * LINK_LENGTH

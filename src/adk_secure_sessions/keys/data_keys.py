@@ -253,7 +253,7 @@ class TransactionKeys:
         kept = (key_id for key_id in key_ids if key_id in may_exist and key_id not in replaced)
         return (keys.current.id, *kept)
 
-    def new(self, owner_tag: bytes, not_before: int = 0) -> DataKeyRow:
+    def create_data_key(self, owner_tag: bytes, not_before: int = 0) -> DataKeyRow:
         """Create a data key of the owner's next generation, and return the row to store.
 
         If the owner has data keys, they must have been loaded.  *not_before* is the earliest
@@ -354,18 +354,18 @@ class TransactionKeys:
         owner_tag: bytes,
         context: bytes,
         record: bytes,
-        unpack_with: Callable[[bytes], bytes] = records.unpack,
+        if_packed: Callable[[bytes], bytes] = records.unpack,
     ) -> bytes:
         """Decrypt *record*, a record of the owner, and return the content."""
-        return self.open_with_flags(owner_tag, context, record, unpack_with)[1:]
+        return self.open_plaintext(owner_tag, context, record, if_packed)[1:]
 
-    def open_with_flags(
-        self, owner_tag: bytes, context: bytes, record: bytes, unpack_with: Callable[[bytes], bytes]
+    def open_plaintext(
+        self, owner_tag: bytes, context: bytes, record: bytes, if_packed: Callable[[bytes], bytes]
     ) -> bytes:
-        """Decrypt *record*, a record of the owner, as `records.open_with_flags` does."""
+        """Decrypt *record*, a record of the owner, as `records.open_plaintext` does."""
         key = self.key_of(owner_tag, record)
         began = perf_counter()
-        plaintext = records.open_with_flags(record, context, key.cipher, unpack_with)
+        plaintext = records.open_plaintext(record, context, key.cipher, if_packed)
         if self.measured is not None:
             self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext
@@ -420,7 +420,7 @@ class TransactionKeys:
         for tag in self._fresh_owners:
             self._database_keys.by_owner.put(tag, self._by_owner[tag])
 
-    def forget(self, owner_tag: bytes) -> None:
+    def evict_from_cache(self, owner_tag: bytes) -> None:
         """Remove the owner's data keys from the cache, because the owner's row is not stored."""
         self._database_keys.by_owner.drop(owner_tag)
         if owner_tag not in self._fresh_owners:
@@ -474,7 +474,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
     master = keyring.data_master(master_id)
-    return records.open_with_flags(row.wrapped, context, master, records.reject_flags)[1:]
+    return records.open_plaintext(row.wrapped, context, master, records.reject_flags)[1:]
 
 
 def _not_listed(backend_id: int) -> DecryptionError:

@@ -19,7 +19,7 @@ from adk_secure_sessions.storage.operation_runner import (
     apply_changes,
 )
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_TIME, QueryRows
-from adk_secure_sessions.storage.reads import GetSession
+from adk_secure_sessions.storage.reads import Decode, checked_events
 from adk_secure_sessions.storage.schema import (
     EVENTS,
     SESSIONS,
@@ -111,7 +111,7 @@ class ReadWholeSession(StorageOperation[CheckedSession[E] | None]):
 
     bypasses_row_cache = True
 
-    decode: Callable[[bytes, int, int], E]
+    decode: Decode[E]
     checks_owners: bool = True
 
     def __post_init__(self) -> None:
@@ -127,8 +127,7 @@ class ReadWholeSession(StorageOperation[CheckedSession[E] | None]):
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
-        whole = GetSession(self.identity, self.decode)
-        decoded, _ = await whole.checked_events(attempt, rows, session)
+        decoded = await checked_events(attempt, session, rows.events, self.decode)
         return CheckedSession(session, decoded, rows)
 
 
@@ -168,7 +167,7 @@ class RenewKey(Write[RenewedKey]):
         # A rotation does not have the options of the services, so it packs the row as it was.
         row = owner.row
         context = sealed_rows.table_of(row).context(attempt.identity.ids, row)
-        keys.packing = packing_of(keys.open_with_flags(row.tag, context, row.state, keep_packed))
+        keys.packing = packing_of(keys.open_plaintext(row.tag, context, row.state, keep_packed))
         if stored:
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
-from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -50,7 +49,6 @@ from adk_secure_sessions.errors import (
     copy_of,
 )
 from adk_secure_sessions.formats.records import Packing
-from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.data_keys import (
     DatabaseKeys,
     DataKeyRow,
@@ -60,10 +58,10 @@ from adk_secure_sessions.keys.data_keys import (
 from adk_secure_sessions.keys.keyring import RETRY_PAUSE, Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.clusters import claim_keyring
-from adk_secure_sessions.storage.schema import Identity, Owner, StoredSession, WitnessRow, identify
+from adk_secure_sessions.storage.row_cache import CachedRow, RowCache
+from adk_secure_sessions.storage.schema import Identity, StoredSession, WitnessRow, identify
 
 T = TypeVar("T")
-V = TypeVar("V", bound=Owner | StoredSession)
 T_co = TypeVar("T_co", covariant=True)
 OpenKeyring = Callable[[Keyring | None], Awaitable[Keyring]]
 
@@ -73,147 +71,6 @@ _NEW_KEYS = 8
 # How many times an operation rereads the keyring, if it still lacks a data master.  Other processes
 # may rotate and retire master keys during each attempt.
 _REREADS = 4
-
-
-# --- caches of rows and events --------------------------------------------------------------------
-
-
-class CachedRow(NamedTuple, Generic[V]):
-    """An entry of `RowCache`: a decrypted row, and its version witness (None if not read).
-
-    If a later read returns exactly the same row and witness, the row is not decrypted again.
-    *cached_at* was `RowCache.clock` when this process read or wrote the row.  For a session,
-    *last_event_is_verified* is True if this process has decrypted or written its last event.  An
-    append then needs no read.
-    """
-
-    witness: WitnessRow | None
-    value: V
-    cached_at: int
-    last_event_is_verified: bool = False
-
-
-# Estimated bytes of memory: `CachedEvents` without events; an event in addition to its text; each
-# value in an event.  The error is at most a quarter (tracemalloc, texts of 0.3 to 10 KB).
-_FIXED, _OF_EVENT, _OF_VALUE = 400, 3500, 64
-
-
-def size_of_event(plaintext: bytes) -> int:
-    values = plaintext.count(b",") + plaintext.count(b"{") + plaintext.count(b"[")
-    return _OF_EVENT + len(plaintext) + _OF_VALUE * values
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class CachedEvents(HoldsSecrets):
-    """The first events of a session, decrypted and checked with their links; never changed.
-
-    All readers get the same event objects: copies would take most of the time that the cache saves.
-    *row* is the row id of the session, and *link* the link of the last of these events.  *times*
-    are microseconds UTC; *size* is in bytes.
-    """
-
-    row: int
-    link: bytes
-    times: list[int]
-    events: list[Any]
-    size: int = _FIXED
-
-    @property
-    def revision(self) -> int:
-        """The number of events; the next event has this `seq`."""
-        return len(self.events)
-
-    def extended(
-        self, link: bytes, times: list[int], events: list[Any], size: int
-    ) -> "CachedEvents":
-        if not events:
-            return self
-        return CachedEvents(
-            self.row, link, self.times + times, self.events + events, self.size + size
-        )
-
-    def part(self, limit: int | None, after: int | None) -> list[Any]:
-        """Return the last *limit* events, or those at the time *after* or later, in a new list."""
-        if after is not None:
-            return list(compress(self.events, [at >= after for at in self.times]))
-        return self.events[-limit:] if limit else self.events.copy()
-
-
-class EventCache(Lru[bytes, CachedEvents]):
-    """The events of the sessions that were read last, at most *limit* bytes in total, by tag."""
-
-    def keep(self, tag: bytes, new: CachedEvents) -> None:
-        """Cache *new*, unless more events of the session are cached: during a slow read, another
-        task may have read later events.
-        """
-        cached = self.get(tag)
-        if cached is None or cached.row != new.row or cached.revision < new.revision:
-            self.put(tag, new, new.size)
-
-
-class RowCache:
-    """The rows that this process has read or written last, by tag: at most *limit* of each kind.
-
-    *clock* counts the new entries: it tells whether an entry was made before an attempt began.
-    *found_erased_user* is True once a read found that the row of a cached user was deleted.
-    """
-
-    def __init__(self, limit: int, size_of_events: int = 0) -> None:
-        self.apps: Lru[bytes, CachedRow[Owner]] = Lru(limit)
-        self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
-        self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
-        self.events: EventCache = EventCache(size_of_events)
-        self.clock: int = 0
-        self.found_erased_user: bool = False
-
-    def put(
-        self,
-        rows: Lru[bytes, CachedRow[V]],
-        witness: WitnessRow | None,
-        value: V,
-        *,
-        is_verified: bool = False,
-    ) -> None:
-        """Cache *value*, unless a newer version of the row is cached.
-
-        During a slow read, another task may have read or written a newer version.  If *witness* is
-        None, that of the cached version is kept.
-        """
-        tag = value.row.tag
-        cached = rows.get(tag)
-        if cached and cached.value.row.id == value.row.id:
-            if cached.value.version > value.version:
-                return
-            witness = witness or cached.witness
-        self.clock += 1
-        rows.put(tag, CachedRow(witness, value, self.clock, is_verified))
-
-    def put_owner(self, witness: WitnessRow | None, value: Owner) -> None:
-        self.put(self.users if value.is_user else self.apps, witness, value)
-
-    def put_session(
-        self, session: StoredSession, witness: WitnessRow | None, *, is_verified: bool
-    ) -> None:
-        """Cache *session* like `put`, but without its snapshot, which may be large."""
-        if session.row.has_snapshot and session.snapshot is not None:
-            session = session._replace(snapshot=None)
-        self.put(self.sessions, witness, session, is_verified=is_verified)
-
-    def forget_session(self, tag: bytes) -> None:
-        """Remove the session with *tag* and its events, because the session is not stored."""
-        self.sessions.drop(tag)
-        self.events.drop(tag)
-
-    def set_last_event_verified(self, session: StoredSession) -> None:
-        """Set `last_event_is_verified`, if the cached row equals `session.row`."""
-        cached = self.sessions.get(session.row.tag)
-        if cached and cached.value.row == session.row and not cached.last_event_is_verified:
-            self.sessions.put(session.row.tag, cached._replace(last_event_is_verified=True))
-
-    def verified_session(self, tag: bytes) -> StoredSession | None:
-        """Return the cached session if its last event is verified, otherwise None."""
-        cached = self.sessions.get(tag)
-        return cached.value if cached and cached.last_event_is_verified else None
 
 
 # --- attempts -------------------------------------------------------------------------------------
@@ -262,7 +119,7 @@ class Attempt(NamedTuple):
     row_cache: RowCache
     key_source: KeySource
     may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
-    clock_at_start: int = 0  # `row_cache.clock` at the start: see `was_overtaken_by`
+    entry_count_at_start: int = 0  # of `row_cache`: see `was_overtaken_by`
     must_lock_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     commit_callbacks: list[Callable[[], None]] | None = None
     chooses_keys: bool = True  # whether to choose current data keys: for a write, or the cache
@@ -274,7 +131,7 @@ class Attempt(NamedTuple):
         retries = self.key_retries
         return len(retries.sources) == 1 and not retries.needs_keyring(self.keys)
 
-    def on_success(self, call: Callable[[], None]) -> None:
+    def after_commit(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
         if self.commit_callbacks is None:
             call()
@@ -283,7 +140,7 @@ class Attempt(NamedTuple):
 
     def cache_session(self, session: StoredSession, witness: WitnessRow | None = None) -> None:
         """After the commit, cache *session*, whose row this write stores."""
-        self.on_success(partial(self.row_cache.put_session, session, witness, is_verified=True))
+        self.after_commit(partial(self.row_cache.put_session, session, witness, is_verified=True))
 
     def run_commit_callbacks(self) -> None:
         """Cache the rows that a committed write has read or written, and record its data keys."""
@@ -311,7 +168,7 @@ class Attempt(NamedTuple):
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
         """Whether *cached* was made since this attempt began, perhaps after it had read the row."""
-        return cached is not None and cached.cached_at > self.clock_at_start
+        return cached is not None and cached.entry_number > self.entry_count_at_start
 
     def forget_session(self) -> None:
         """Remove the session from the caches, because its row is not stored."""
@@ -326,12 +183,12 @@ class Attempt(NamedTuple):
         if self.was_overtaken_by(cached):
             return
         cache.found_erased_user |= cached is not None
-        self.keys.forget(identity.user_tag)
+        self.keys.evict_from_cache(identity.user_tag)
         cache.users.drop(identity.user_tag)
         cache.forget_session(identity.session_tag)
 
 
-class CacheMiss(Exception):
+class CachedRowOutdated(Exception):
     """A cached row is not the stored one.  Nothing was changed, and the next attempt reads it."""
 
 
@@ -521,7 +378,7 @@ class OperationRunner:
         key_retries.sources = sources if may_skip_read else sources[1:]
         row_cache = RowCache(0) if operation.bypasses_row_cache else opened.row_cache
         while True:
-            keyring, source = database_keys.keyring, key_retries.sources[0]
+            source = key_retries.sources[0]
             keys = TransactionKeys(
                 database_keys,
                 accepts_changed_keyring=key_retries.rereads > 0,
@@ -535,7 +392,7 @@ class OperationRunner:
                 row_cache,
                 source,
                 may_skip_read,
-                clock_at_start=row_cache.clock,
+                entry_count_at_start=row_cache.entry_count,
                 must_lock_rows=retries is not None and retries.locks_rows,
                 commit_callbacks=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,
@@ -549,10 +406,10 @@ class OperationRunner:
                         rows = await read_data_keys(self.executors.key_tables.read, owners)
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
-                except CacheMiss:
+                except CachedRowOutdated:
                     continue
                 except (UnknownKeyError, StaleKeyring, NeedsDataKey) as error:
-                    if not await self._get_missing_keys(error, attempt, database_keys, keyring):
+                    if not await self._get_missing_keys(error, attempt, database_keys):
                         raise
                 else:
                     keys.publish()
@@ -565,17 +422,16 @@ class OperationRunner:
                 # A new data key is stored only if the keyring that we have read is current.  So
                 # another process may have caused the conflict by changing the keyring.
                 if keys.new_rows and isinstance(error, Conflict):
-                    await self.reread_keyring(database_keys, keyring)
+                    await self.reread_keyring(database_keys, keys.keyring)
                 key_retries.unconfirmed_keys += tuple(keys.new_rows)
                 retries = retries or Retries(writes=operation.writes, conflicts=conflicts)
                 await retries.wait(error)
 
     async def _get_missing_keys(
-        self, error: Exception, attempt: Attempt, database_keys: DatabaseKeys, keyring: Keyring
+        self, error: Exception, attempt: Attempt, database_keys: DatabaseKeys
     ) -> bool:
-        """Get the keys that *attempt* lacked; return False if there are none left to try.
-
-        *error* is the error of the attempt, and *keyring* the keyring with which it began.
+        """Get the keys whose lack made *attempt* raise *error*; return False if there are none left
+        to try.
         """
         key_retries, keys = attempt.key_retries, attempt.keys
         if isinstance(error, NeedsDataKey):
@@ -584,11 +440,11 @@ class OperationRunner:
                     f"{_NEW_KEYS} new data keys were created, and another one is needed: try again",
                     retryable=True,
                 ) from None
-            row = await self._store_data_key(keys, error, keyring)
+            row = await self._store_data_key(keys, error)
             key_retries.new_key_ids += (row.id,)
             telemetry.count_retry("new_key")
         elif isinstance(error, StaleKeyring) or key_retries.needs_keyring(keys):
-            await self.reread_keyring(database_keys, keyring)
+            await self.reread_keyring(database_keys, keys.keyring)
             key_retries.rereads += 1
             telemetry.count_retry("keyring")
         elif len(key_retries.sources) > 1:
@@ -702,16 +558,11 @@ class OperationRunner:
             WeakKeyDictionary(),
         )
 
-    async def _store_data_key(
-        self, keys: TransactionKeys, need: NeedsDataKey, keyring: Keyring
-    ) -> DataKeyRow:
-        """Store the data key that the attempt needs in the key database, and return its row.
-
-        *keyring* is the keyring with which the attempt began.
-        """
-        row = keys.new(need.owner_tag, need.not_before)
+    async def _store_data_key(self, keys: TransactionKeys, need: NeedsDataKey) -> DataKeyRow:
+        """Store the data key that the attempt needs in the key database, and return its row."""
+        row = keys.create_data_key(need.owner_tag, need.not_before)
         transaction = partial(apply_changes, key_insertion(keys, row))
-        record = partial(_record_data_key, keyring, row)
+        record = partial(_record_data_key, keys.keyring, row)
         await self.executors.key_tables.write(transaction, record)
         return row
 

@@ -13,14 +13,9 @@ from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, U
 from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.operation_runner import (
-    Attempt,
-    CachedEvents,
-    StorageOperation,
-    read_data_keys,
-    size_of_event,
-)
+from adk_secure_sessions.storage.operation_runner import Attempt, StorageOperation, read_data_keys
 from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, QueryRows
+from adk_secure_sessions.storage.row_cache import CachedEvents, size_of_event
 from adk_secure_sessions.storage.schema import SESSIONS, Identity, Owner, SessionView, StoredSession
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -28,6 +23,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 E = TypeVar("E")
 P = TypeVar("P")
 T = TypeVar("T")
+# Decodes an event; the arguments are its plaintext, the row id of the session and the `seq`.
+Decode = Callable[[bytes, int, int], E]
 
 _MAX_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
@@ -39,26 +36,26 @@ _CHUNK = 64
 
 @dataclass(eq=False, repr=False)
 class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
-    """Read a session with its last *limit* events, or with all events since the time *after*.
+    """Read a session with its last *limit* events, or with all events since the time *since*.
 
     Return the session and its decoded events; None if there is no such session, or if it has
-    expired and *finds_expired* is False.  *decode* gets the plaintext of an event, the row id of
-    the session and the `seq`.  If *after* (microseconds UTC) is given, *limit* is ignored.  Events
-    before *after* are decrypted, too: otherwise, a modified time could hide an event.
+    expired and *finds_expired* is False.  If *since* (microseconds UTC) is given, *limit* is
+    ignored.  Events before *since* are decrypted, too: otherwise, a modified time could hide an
+    event.
 
     If *caches* is True, the events are cached, and all readers get the same objects.  If the first
     events are cached already, only the later ones are read.  If these do not follow the cached
     ones, the whole session is read.
     """
 
-    decode: Callable[[bytes, int, int], E]
+    decode: Decode[E]
     limit: int | None = None
-    after: int | None = None
+    since: int | None = None
     caches: bool = False
     finds_expired: bool = False
 
     def __post_init__(self) -> None:
-        if self.after is not None:
+        if self.since is not None:
             self.limit = None
         elif self.limit is not None:
             # Larger limits would not fit into an integer of the database, and no session has so
@@ -95,65 +92,73 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             attempt.row_cache.events.drop(session.row.tag)
             return None
         view = SessionView(session, user.user_id, app.state, user.state)
-        if self.caches:
-            return view, await self._cached_events(attempt, rows, session, cached)
-        decoded, _ = await self.checked_events(attempt, rows, session)
-        return view, decoded
+        if not self.caches:
+            return view, await self._read_events(attempt, rows, session)
+        return view, await self._cached_events(attempt, rows, session, cached)
 
-    async def checked_events(
-        self,
-        attempt: Attempt,
-        rows: QueryRows,
-        session: StoredSession,
-        cached: CachedEvents | None = None,
-    ) -> tuple[list[E], int]:
-        """Return the decoded events in *rows*, oldest first, and their size in the cache.
-
-        *rows* has the last `limit` events, or all after those of *cached*.  If events are cached,
-        also decode those before `after`.
-        """
-        first = cached.revision if cached else 0
-        if cached is None and self.limit is not None:
-            first = max(0, session.row.revision - self.limit)
-        sealed_rows.check_events(session, rows.events, first, session.row.revision - 1)
-        # If all events were read, no event comes before the first.  Otherwise, the link of the
-        # event before the first is not known, and the first event's copy of it is not checked.
-        link = NO_LINK if len(rows.events) == session.row.revision else None
-        if cached:
-            link = cached.link
-        after = None if self.caches else self.after
-        decoded, size, link = await _decode_in_chunks(
-            attempt, session, rows.events, link, self.decode, after, measures=self.caches
+    async def _read_events(
+        self, attempt: Attempt, rows: QueryRows, session: StoredSession
+    ) -> list[E]:
+        """Return the decoded events in *rows*: the last `limit` events, or all."""
+        first = 0 if self.limit is None else max(0, session.row.revision - self.limit)
+        link = None if first else NO_LINK
+        return await checked_events(
+            attempt, session, rows.events, self.decode, first, link, self.since
         )
-        sealed_rows.verify_last_link(attempt, session, link)
-        return decoded, size
 
     async def _cached_events(
         self, attempt: Attempt, rows: QueryRows, session: StoredSession, cached: CachedEvents | None
     ) -> list[E]:
-        """Return the same events as `checked_events`, and cache all events of the session.
+        """Return the same events as `_read_events`, and cache all events of the session.
 
         *rows* has the events that follow *cached*, or all.  If they do not follow it, raise
         `_DoesNotFollow`: the caller reads the whole session, which raises the error if a row was
         tampered with.
         """
-        cache = attempt.row_cache.events
-        if cached is None:
-            if not 0 < session.row.revision == len(rows.events):
-                return (await self.checked_events(attempt, rows, session))[0]
-        elif cached.row != session.row.id or cached.revision > session.row.revision:
+        if cached is None and not 0 < session.row.revision == len(rows.events):
+            return await self._read_events(attempt, rows, session)
+        known = cached or CachedEvents(session.row.id, NO_LINK, [], [])
+        if known.session_row_id != session.row.id or known.revision > session.row.revision:
             raise _DoesNotFollow
+        size = 0
+
+        def decode(plaintext: bytes, session_row_id: int, seq: int) -> E:
+            nonlocal size
+            size += size_of_event(plaintext)
+            return self.decode(plaintext, session_row_id, seq)
+
         try:
-            events, size = await self.checked_events(attempt, rows, session, cached)
+            events = await checked_events(
+                attempt, session, rows.events, decode, known.revision, known.link
+            )
         except DecryptionError as error:
             if cached is None or isinstance(error, UnknownKeyError):
                 raise
             raise _DoesNotFollow from None
-        cached = cached or CachedEvents(session.row.id, NO_LINK, [], [])
         times = [row[EVENT_TIME] for row in rows.events]
-        extended = cached.extended(session.head, times, events, size)
-        cache.keep(session.row.tag, extended)
-        return extended.part(self.limit, self.after)
+        extended = known.extended(session.last_link, times, events, size)
+        attempt.row_cache.events.keep(session.row.tag, extended)
+        return extended.part(self.limit, self.since)
+
+
+async def checked_events(
+    attempt: Attempt,
+    session: StoredSession,
+    event_rows: list[Row],
+    decode: Decode[E],
+    first: int = 0,
+    link: bytes | None = NO_LINK,
+    since: int | None = None,
+) -> list[E]:
+    """Check that *event_rows* are all events of *session* from the `seq` *first* on, and decode
+    those at the time *since* or later.
+
+    *link* is that of the event before the first: see `sealed_rows.open_events`.
+    """
+    sealed_rows.check_events(session, event_rows, first, session.row.revision - 1)
+    decoded, link = await _decode_in_chunks(attempt, session, event_rows, link, decode, since)
+    sealed_rows.verify_last_link(attempt, session, link)
+    return decoded
 
 
 async def _decode_in_chunks(
@@ -161,20 +166,16 @@ async def _decode_in_chunks(
     session: StoredSession,
     event_rows: Sequence[Row],
     link: bytes | None,
-    decode: Callable[[bytes, int, int], E],
-    after: int | None = None,
-    *,
-    measures: bool = False,
-) -> tuple[list[E], int, bytes | None]:
-    """Decrypt *event_rows*, and decode the events at the time *after* or later.
+    decode: Decode[E],
+    since: int | None = None,
+) -> tuple[list[E], bytes | None]:
+    """Decrypt *event_rows*, and decode the events at the time *since* or later.
 
-    Return the decoded events, their size in the cache if *measures* is True, and the link of the
-    last event.  *link* is that of the event before the first: see `sealed_rows.open_events`.
-    Decrypting and decoding one event after another would take twice as long as in parts, between
-    which other tasks of the event loop may run.
+    Return the decoded events, and the link of the last event.  Decrypting and decoding one event
+    after another would take twice as long as in parts, between which other tasks of the event loop
+    may run.
     """
     decoded: list[E] = []
-    size = 0
     for start in range(0, len(event_rows), _CHUNK):
         if start:
             await asyncio.sleep(0)
@@ -184,11 +185,9 @@ async def _decode_in_chunks(
         decoded += [
             decode(plaintext, session.row.id, row[EVENT_SEQ])
             for row, plaintext in zip(rows, plaintexts, strict=True)
-            if after is None or row[EVENT_TIME] >= after
+            if since is None or row[EVENT_TIME] >= since
         ]
-        if measures:
-            size += sum(map(size_of_event, plaintexts))
-    return decoded, size, link
+    return decoded, link
 
 
 class _DoesNotFollow(Exception):
@@ -221,7 +220,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
     to its neighbours, and the newest event to the row of the session.
     """
 
-    decode: Callable[[bytes, int, int], E]
+    decode: Decode[E]
     position: EventPosition | None
     limit: int
     newest: bool
@@ -266,7 +265,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         if self.newest:
             return await self._newest_first(attempt, session, rows, first)
         before = self.position.link if self.position else NO_LINK
-        decoded, _, link = await _decode_in_chunks(attempt, session, rows, before, self.decode)
+        decoded, link = await _decode_in_chunks(attempt, session, rows, before, self.decode)
         if last < session.row.revision - 1:
             assert link is not None, "*before* is a link"
             return Page(decoded, EventPosition(session.row.id, last, link))
@@ -286,7 +285,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
             _, older = sealed_rows.open_events(attempt, session, rows[:1], None)
             assert older is not None, "there is a row"
             before, link, rows = EventPosition(session.row.id, first, older), older, rows[1:]
-        decoded, _, last = await _decode_in_chunks(attempt, session, rows, link, self.decode)
+        decoded, last = await _decode_in_chunks(attempt, session, rows, link, self.decode)
         if self.position is None:
             sealed_rows.verify_last_link(attempt, session, last)
         elif last != self.position.link:

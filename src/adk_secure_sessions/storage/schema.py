@@ -503,15 +503,15 @@ class StoredSession(NamedTuple):
 
     The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
     row of `secure_bases`, written at the revision `base_revision`.  *snapshot* is `{}` if there is
-    none, and None if it was not read.  *head* is the link of the session's last event,
-    *snapshot_link* that of the snapshot, or `NO_LINK`.
+    none, and None if it was not read.  *last_link* is the link of the session's last event, `head`
+    in docs/format.md; *snapshot_link* is that of the snapshot; both may be `NO_LINK`.
     """
 
     row: SessionRow
     session_id: str
     overlay: bytes
     snapshot: bytes | None = b"{}"
-    head: bytes = NO_LINK
+    last_link: bytes = NO_LINK
     snapshot_link: bytes = NO_LINK
 
     @property

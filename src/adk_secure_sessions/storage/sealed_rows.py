@@ -16,11 +16,12 @@ from adk_secure_sessions.formats.records import (
     NO_LINK,
     encode_text,
     join_id,
-    open_with_flags,
+    open_plaintext,
     split_link,
 )
-from adk_secure_sessions.storage.operation_runner import Attempt, CachedRow
+from adk_secure_sessions.storage.operation_runner import Attempt
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
+from adk_secure_sessions.storage.row_cache import CachedRow
 from adk_secure_sessions.storage.schema import (
     APPS,
     EVENTS,
@@ -92,7 +93,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
-        attempt.on_success(partial(attempt.row_cache.put_owner, witness, owner))
+        attempt.after_commit(partial(attempt.row_cache.put_owner, witness, owner))
     if attempt.chooses_keys:
         attempt.keys.choose_current(row.tag, owner.key_ids)
     return owner
@@ -166,7 +167,7 @@ def open_session_row(
         _reject_older(attempt, cached, row.id, row.revision)
     is_verified = not row.revision or bool(unchanged and unchanged.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
-    attempt.on_success(put)
+    attempt.after_commit(put)
     return session
 
 
@@ -178,7 +179,7 @@ def _decrypt_session(
         context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
         plaintext = attempt.keys.open(user.row.tag, context, row.state)
         session_id, fields = records.split_id(plaintext)
-        head, snapshot_link, overlay = records.split_session(fields)
+        last_link, snapshot_link, overlay = records.split_session(fields)
         if row.user_row != user.row.id:
             raise TamperedError("it belongs to another user", Reason.WRONG_OWNER)
         has_snapshot = row.has_snapshot
@@ -199,7 +200,7 @@ def _decrypt_session(
     snapshot = None
     if with_snapshot or not has_snapshot:
         snapshot = _open_snapshot(attempt, rows, identity, user, row, snapshot_link)
-    return StoredSession(row, session_id, overlay, snapshot, head, snapshot_link)
+    return StoredSession(row, session_id, overlay, snapshot, last_link, snapshot_link)
 
 
 def _open_snapshot(
@@ -272,7 +273,7 @@ def open_events(
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = records.context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
-            plaintext = open_with_flags(record, context, key.cipher)
+            plaintext = open_plaintext(record, context, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history()
             previous = plaintext[EVENT_LINK]
@@ -292,9 +293,9 @@ def verify_last_link(attempt: Attempt, session: StoredSession, last: bytes | Non
     """
     if last is None:
         return
-    if last != session.head:
+    if last != session.last_link:
         raise other_history().located(SESSIONS.name, session.row.id)
-    attempt.on_success(partial(attempt.row_cache.set_last_event_verified, session))
+    attempt.after_commit(partial(attempt.row_cache.set_last_event_verified, session))
 
 
 def other_history() -> TamperedError:
@@ -332,7 +333,7 @@ def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     context = records.context_with_prefix(
         identity.session_prefix, *SESSIONS.integers_of(session.row)
     )
-    fields = records.join_session(session.head, session.snapshot_link, session.overlay)
+    fields = records.join_session(session.last_link, session.snapshot_link, session.overlay)
     plaintext = join_id(identity.session_id, fields)
     record = attempt.keys.seal(identity.user_tag, context, plaintext)
     row = SessionRow(*session.row[:-1], record)

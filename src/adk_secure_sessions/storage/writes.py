@@ -26,7 +26,7 @@ from adk_secure_sessions.storage.clusters import claim_data_key, claim_user
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
-    CacheMiss,
+    CachedRowOutdated,
     KeySource,
     NeedsDataKey,
     StorageOperation,
@@ -178,7 +178,7 @@ class OwnerChanges:
         """
         if self._attempt.key_source is KeySource.KEY_DATABASE:
             raise NeedsDataKey(owner_tag, not_before)
-        self.changes += key_insertion(self._keys, self._keys.new(owner_tag, not_before))
+        self.changes += key_insertion(self._keys, self._keys.create_data_key(owner_tag, not_before))
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
         """Add the changes that store a new owner in *row*, which gets its row id here."""
@@ -198,7 +198,7 @@ class OwnerChanges:
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
         witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
-        self._attempt.on_success(partial(self._attempt.row_cache.put_owner, witness, owner))
+        self._attempt.after_commit(partial(self._attempt.row_cache.put_owner, witness, owner))
         return owner, witness
 
     def _ensure_first_key(self, owner_tag: bytes) -> None:
@@ -283,7 +283,7 @@ class Write(StorageOperation[T]):
         earlier = len(self._unconfirmed)
         try:
             return await run(transaction, attempt.run_commit_callbacks, in_one_transaction=locks)
-        except (CacheMiss, Conflict):  # this attempt has changed nothing
+        except (CachedRowOutdated, Conflict):  # this attempt has changed nothing
             for value in [*self._unconfirmed][earlier:]:
                 del self._unconfirmed[value]
             raise
@@ -345,7 +345,7 @@ class CreateSession(Write[SessionView]):
         session, other_inserts = self._new_session(attempt, cached.user.row.id)
         columns = as_parameters(session.row) | cached.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *other_inserts])):
-            raise CacheMiss
+            raise CachedRowOutdated
         return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
 
     def _new_session(self, attempt: Attempt, user_row_id: int) -> tuple[StoredSession, Changes]:
@@ -444,7 +444,7 @@ class AppendEvent(Write[StoredSession]):
         if cached and (appended := self._build_append(attempt, cached)):
             changes, updated = appended
             if not (yield Apply(changes)):
-                raise CacheMiss
+                raise CachedRowOutdated
             attempt.keys.count_lookup(telemetry.SESSION_CACHE, hit=True)
             return updated
         attempt.keys.count_lookup(telemetry.SESSION_CACHE, hit=False)
@@ -513,12 +513,12 @@ class AppendEvent(Write[StoredSession]):
             value_tags = index_rows.entries(attempt, "", event.session_delta)
             changes += index_rows.update_changes(old.id, value_tags)
         (event_row,) = sealed_rows.seal_events(
-            attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.head
+            attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.last_link
         )
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
         self._unconfirmed[event_row.event] = new
         attempt.cache_session(new)
-        attempt.on_success(partial(self.on_appended, new))
+        attempt.after_commit(partial(self.on_appended, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
@@ -528,7 +528,7 @@ class AppendEvent(Write[StoredSession]):
             for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._unconfirmed.get(row[EVENT_RECORD])
                 if session:
-                    attempt.on_success(partial(self.on_appended, session))
+                    attempt.after_commit(partial(self.on_appended, session))
                     return session
         raise StaleRevision
 
@@ -548,7 +548,7 @@ class DeleteSession(Write[bool | None]):
         cached = attempt.row_cache.verified_session(tag) if attempt.may_skip_read else None
         if cached and self.condition is None:
             if not (yield Apply(self._build_deletion(attempt, cached))):
-                raise CacheMiss
+                raise CachedRowOutdated
             return True
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
@@ -566,7 +566,7 @@ class DeleteSession(Write[bool | None]):
         waits for the lock of that row, then finds no row, and adds no event.
         """
         self._unconfirmed[session.row.id] = True
-        attempt.on_success(partial(attempt.row_cache.forget_session, session.row.tag))
+        attempt.after_commit(partial(attempt.row_cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})
         return [row, witness, *_deletions_by_id(attempt, session)]
@@ -608,8 +608,7 @@ def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, Stor
         raise MissingSession
     last = session.row.revision - 1
     sealed_rows.check_events(session, rows.events, max(last, 0), last)
-    # If the session has more events, the link of the event before the last is not known.
-    before = NO_LINK if len(rows.events) == session.row.revision else None
+    before = None if last > 0 else NO_LINK
     _, link = sealed_rows.open_events(attempt, session, rows.events, before)
     sealed_rows.verify_last_link(attempt, session, link)
     return rows, user, session

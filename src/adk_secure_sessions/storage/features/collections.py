@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.operation_runner import Attempt, CacheMiss, OperationRunner
+from adk_secure_sessions.storage.operation_runner import Attempt, CachedRowOutdated, OperationRunner
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME
 from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
@@ -221,7 +221,7 @@ class ReplaceItems(AppendEvent):
         with locating_errors(EVENTS.name, f"{session_row_id}, {seq}"):
             if (row := self._rows.get(seq)) is None:
                 if attempt.may_skip_read:
-                    raise CacheMiss  # another process may have replaced the collection
+                    raise CachedRowOutdated  # another process may have replaced the collection
                 raise TamperedError("it was removed", Reason.MISSING)
             old, prefix = row[EVENT_RECORD], attempt.identity.event_prefix
             context = context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
@@ -262,7 +262,7 @@ class RewriteItems(Write[StoredSession]):
         owner_changes.update_owner(user, session.row.state)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
-        new = NewSession.build(attempt, session._replace(row=row, head=links[-1]))
+        new = NewSession.build(attempt, session._replace(row=row, last_link=links[-1]))
         self._unconfirmed[row.id] = new.session
         changes = replacement_changes(attempt, owner_changes, session, new)
         groups = event_groups((item, self.now) for item in self.items)

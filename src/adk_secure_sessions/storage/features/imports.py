@@ -28,7 +28,7 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
-    CacheMiss,
+    CachedRowOutdated,
     OperationRunner,
     apply_changes,
 )
@@ -299,7 +299,7 @@ class ImportSession(_Import[ImportStatus]):
             Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
         if not (yield from self._apply(attempt, new, changes)):
-            raise CacheMiss
+            raise CachedRowOutdated
         return ImportStatus.NEW
 
     def _create(
@@ -342,8 +342,8 @@ class ImportSession(_Import[ImportStatus]):
         self._links = links = [new_link() for _ in self.events]
         row = SessionRow(new_row_id(), user_row_id, tag, len(links), NO_SNAPSHOT, *self.times, b"")
         self._unconfirmed[row.id] = result
-        head = links[-1] if links else NO_LINK
-        session = StoredSession(row, self.identity.session_id, self.state, head=head)
+        last_link = links[-1] if links else NO_LINK
+        session = StoredSession(row, self.identity.session_id, self.state, last_link=last_link)
         migrated_row = self.macs.build_row(row.tag, row.id, row.revision, self.source)
         return NewSession.build(attempt, session), migrated_row
 
