@@ -122,7 +122,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         expires_after: How long after its last update a session expires, for sessions that this
             service creates; None if they do not expire.  The last update is the timestamp of the
             last event.  An expired session acts like a deleted one.  Each `create_session` of a
-            service with this option deletes at most two expired sessions; `purge` deletes all.
+            service with this option deletes at most two expired sessions; `purge sessions` deletes
+            all.
         audit: How each access is recorded in the audit log; None for no such records.
         indexed_state_keys: Keys of the state by which `find_sessions` finds sessions, such as
             `["ticket", "user:mrn"]`.  The database then contains keyed hashes of their values,

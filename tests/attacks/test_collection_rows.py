@@ -442,7 +442,7 @@ async def test_record_of_a_collection_whose_header_was_altered_keeps_its_data_ke
         done = await retire(db)
         old = int.from_bytes(stored[5:13])
         assert old in {one.id for one in done.kept_keys}
-        assert done.data_keys == 2, "those of the app and of Bob"
+        assert done.deleted_data_keys == 2, "those of the app and of Bob"
     victim.run(put, value=stored)
     async with victim.service() as service:
         found = await service.collections.get((APP, "ada", "one"))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions import DecryptionError, TamperedError
-from adk_secure_sessions.maintenance import purge
+from adk_secure_sessions.maintenance import purge_sessions
 from tests.attacks.databases import also_on
 from tests.attacks.support import Database
 from tests.attacks.world import VISIT
@@ -32,7 +32,7 @@ async def test_expiry_moved_to_the_past_hides_and_replaces_no_session(aes_db: Da
 async def test_expiry_moved_to_the_past_purges_no_session(aes_db: Database) -> None:
     aes_db.run(EXPIRED)
     async with aes_db.maintained() as db:
-        found = await purge(db)
+        found = await purge_sessions(db)
     assert (found.deleted, found.bad) == (0, 1)
 
 

@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance import Database as Maintained
 from adk_secure_sessions.maintenance import (
     erase_user,
     lookup,
-    purge,
+    purge_sessions,
     retire,
     rotate_data,
     rotate_master,
@@ -59,8 +59,8 @@ OPERATIONS: dict[str, tuple[Operation, bool]] = {
     "export": (lambda db: export_lines(db, lambda line: None, skip_bad=True), True),
     "confirm": (confirm, True),
     "migrate": (copy, True),
-    "purge": (lambda db: purge(db, timedelta(0)), False),
-    "purge, dry": (lambda db: purge(db, timedelta(0), dry_run=True), True),
+    "purge": (lambda db: purge_sessions(db, timedelta(0)), False),
+    "purge, dry": (lambda db: purge_sessions(db, timedelta(0), dry_run=True), True),
     "erase": (lambda db: erase_user(db, *VISIT[:2]), False),
     "erase, dry": (lambda db: erase_user(db, *VISIT[:2], dry_run=True), True),
 }

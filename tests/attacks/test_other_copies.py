@@ -29,8 +29,8 @@ from adk_secure_sessions.maintenance import (
     erase_user,
     fill_index,
     move_keys,
-    purge,
     purge_audit,
+    purge_sessions,
     retire,
     rotate_data,
     rotate_master,
@@ -120,7 +120,7 @@ def backup(pair: Pair, tmp_path: Path) -> Path:
 
 async def test_retire_in_an_older_copy_deletes_no_key_that_the_original_needs(pair: Pair) -> None:
     async with pair.copy.database() as db:
-        assert (await retire(db)).data_keys == 0
+        assert (await retire(db)).deleted_data_keys == 0
         await rotate_master(db)
         await retire(db)
     await pair.assert_intact()
@@ -131,7 +131,7 @@ async def test_retire_in_a_copy_that_was_rotated_is_noticed_when_the_original_is
 ) -> None:
     async with pair.copy.database() as db:
         await rotate_data(db)
-        assert (await retire(db)).data_keys > 0
+        assert (await retire(db)).deleted_data_keys > 0
     for user in USERS:
         with pytest.raises(UnknownKeyError, match="is not known"):
             await pair.original.get(user)
@@ -213,7 +213,7 @@ async def test_move_of_the_keys_to_the_copy_is_noticed_and_can_be_undone(pair: P
 
 async def test_purge_in_the_copy_deletes_no_session_of_the_original(pair: Pair) -> None:
     async with pair.copy.database() as db:
-        assert (await purge(db, timedelta())).deleted == 2
+        assert (await purge_sessions(db, timedelta())).deleted == 2
     assert await pair.copy.get("ada") is None
     await pair.assert_intact()
 

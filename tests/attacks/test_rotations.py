@@ -188,7 +188,7 @@ async def test_retired_data_key_replayed_encrypts_nothing(db: Database) -> None:
     assert len(after["secure_sessions"]) == 2 * len(ALL_SESSIONS)
     assert not named_by_records(after) & dropped
     async with Maintained(db.url, db.backend()) as maintained:  # finds and retires it again
-        assert (await retire(maintained)).data_keys == len(dropped)
+        assert (await retire(maintained)).deleted_data_keys == len(dropped)
 
 
 async def test_retired_data_key_replayed_without_its_master_encrypts_and_decrypts_nothing(

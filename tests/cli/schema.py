@@ -50,7 +50,7 @@ OUTPUTS: dict[str, list[Any]] = {
     ],
     "debug lookup": [{"rows": (tuple[Location, ...], ROWS)}],
     "debug inspect": [{"rows": (tuple[RecordHeader, ...], ROWS)}],
-    "purge sessions": [DRY_RUN, maintenance.Purge],
+    "purge sessions": [DRY_RUN, maintenance.SessionPurge],
     "purge audit": [DRY_RUN, maintenance.AuditPurge],
     "purge blobs": [DRY_RUN, BlobPurge],
     "erase-user": [DRY_RUN, maintenance.Erasure],

@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "rotate root": [maintenance.rotate_root],
     "debug lookup": [maintenance.lookup],
     "debug inspect": [maintenance.record_headers],
-    "purge sessions": [maintenance.purge],
+    "purge sessions": [maintenance.purge_sessions],
     "purge audit": [maintenance.purge_audit],
     "purge blobs": [purge_blobs],
     "rotate master": [rotate._rotate],

@@ -103,7 +103,10 @@ def test_rotation_with_retire_removes_the_replaced_keys(name: str, retired: Any,
     said = run("rotate", name, *on(file), "--retire", "--json")
     assert said.code == 0
     found = said.json["retirement"]
-    assert (found["data_keys"], len(found["master_ids"]), found["kept"]) == (*retired, 0)
+    assert (found["deleted_data_keys"], len(found["deleted_master_ids"]), found["kept"]) == (
+        *retired,
+        0,
+    )
 
 
 def test_rotation_is_reported_even_if_the_keys_cannot_be_retired(

@@ -31,8 +31,8 @@ from adk_secure_sessions.maintenance import (
     MasterKey,
     MigrationStatus,
     Problem,
-    Purge,
     RecordCount,
+    SessionPurge,
     Status,
     TrailStatus,
     rotate_data,
@@ -390,7 +390,7 @@ def test_lines_of_a_result_come_from_its_declaration() -> None:
         "deleted from the search index: 0 rows",
         "cannot be decrypted, and not in the search index: 1 row",
     ]
-    done = Purge(3, 1, 2, (problem,))
+    done = SessionPurge(3, 1, 2, (problem,))
     assert not done.succeeded
     assert list(done.lines(dry_run=True))[1] == "would be deleted: 3 sessions"
 

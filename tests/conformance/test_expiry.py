@@ -1,4 +1,4 @@
-"""Sessions that expire: an expired session acts like a deleted one, until `purge` deletes it."""
+"""Sessions that expire: an expired one acts like a deleted one until it is purged."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.db.protocol import Conflict
-from adk_secure_sessions.maintenance import Database, purge, verify
+from adk_secure_sessions.maintenance import Database, purge_sessions, verify
 from tests.conformance.services import KEY
 from tests.conformance.support import APP, USER, each_kind, event, find, listed, rejected_as_stale
 from tests.faults import Point, with_faults
@@ -157,13 +157,13 @@ async def test_purge_deletes_expired_sessions_and_verify_checks_them(
         await service.append_event(session, event("text", timestamp=time.time()))
     await create(service, "never")
     async with maintained(url) as db:
-        assert (await purge(db)).deleted == 0
+        assert (await purge_sessions(db)).deleted == 0
         later(timedelta(hours=2, minutes=30))
         assert (await verify(db)).sessions == 4
-        assert (await purge(db, dry_run=True)).numbers == (2, 0, 0)
-        assert (await purge(db, app_name="another")).deleted == 0
-        assert (await purge(db, user_id="another")).deleted == 0
-        assert (await purge(db, app_name=APP, user_id=USER)).numbers == (2, 0, 0)
+        assert (await purge_sessions(db, dry_run=True)).numbers == (2, 0, 0)
+        assert (await purge_sessions(db, app_name="another")).deleted == 0
+        assert (await purge_sessions(db, user_id="another")).deleted == 0
+        assert (await purge_sessions(db, app_name=APP, user_id=USER)).numbers == (2, 0, 0)
         assert (await verify(db)).sessions == 2
     assert [one.id for one in await listed(service)] == ["s2", "never"]
 

@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance import (
     erase_user,
     fill_index,
     move_keys,
-    purge,
+    purge_sessions,
     retire,
     rotate_data,
     rotate_master,
@@ -472,7 +472,7 @@ async def test_deleted_expired_and_erased_sessions_leave_no_row(
     assert await found(service, "user:mrn", "ada") == ["ada one", "ada two"]
     async with Database(**arguments) as other:
         await erase_user(other, APP, "ada")
-        assert (await purge(other)).deleted == 1
+        assert (await purge_sessions(other)).deleted == 1
     assert await found(service, "user:mrn", "ada") == []
     assert await found(service, "ticket", 1) == ["bob one", "bob two"]
     await service.create_session(

@@ -19,7 +19,7 @@ from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
-    purge,
+    purge_sessions,
     rotate_data,
     separate,
     vacuum,
@@ -258,7 +258,7 @@ async def test_imported_session_expires(
     assert await find(service, "expired") is None
     session = await read(service, "later")
     await service.append_event(session, event("goes on", timestamp=now / 1_000_000))
-    assert (await purge(db)).deleted == 1
+    assert (await purge_sessions(db)).deleted == 1
     assert await is_clean(db)
 
 
@@ -333,7 +333,7 @@ async def test_separated_copy_has_no_imports(
     assert await store.migration_mark()
     await service.close()  # type: ignore[attr-defined]
     assert (await separate(db)).complete
-    assert FeatureName.MIGRATION not in (await db.survey()).features
+    assert FeatureName.MIGRATION not in (await db.survey_existing()).features
     assert not await store.migration_mark()
     assert await store.rows_for([IDS]) == {}
     assert await imported(store, of=history(2)) is ImportStatus.SAME_ID

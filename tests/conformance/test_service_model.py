@@ -49,7 +49,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
-    purge,
+    purge_sessions,
     retire,
     rotate_data,
     rotate_master,
@@ -579,7 +579,7 @@ class Conversations(RuleBasedStateMachine):
 
     def _purge(self) -> None:
         due = [stored for stored in self._model.everything() if stored.has_expired]
-        done = self._run(self._maintain(purge))
+        done = self._run(self._maintain(purge_sessions))
         assert (done.deleted, done.bad) == (len(due), 0)
         for stored in due:
             del stored.user.sessions[stored.id]

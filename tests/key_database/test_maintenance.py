@@ -10,7 +10,7 @@ import pytest
 
 from adk_secure_sessions.cli.config import variable
 from adk_secure_sessions.errors import Reason
-from adk_secure_sessions.maintenance import lookup, purge, record_headers, status, verify
+from adk_secure_sessions.maintenance import lookup, purge_sessions, record_headers, status, verify
 from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import run
 from tests.key_database.support import KEY, Pair, count, create
@@ -57,7 +57,7 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
         where = await lookup(db, APP, "u3", "s")
         assert all(one.row is not None for one in where)
         assert {one.is_unwrapped for one in (await status(db)).master_keys} == {True}
-        assert (await purge(db, timedelta(days=1))).deleted == 7
+        assert (await purge_sessions(db, timedelta(days=1))).deleted == 7
     assert count(pair.data, "secure_sessions") == 0
 
 

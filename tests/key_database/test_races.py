@@ -32,7 +32,7 @@ async def replace_keys(pair: Pair) -> None:
     """Make other data keys, and delete all that there were."""
     async with pair.maintained() as db:
         assert (await rotate_data(db)).left == 0
-        assert (await retire(db)).data_keys == 4
+        assert (await retire(db)).deleted_data_keys == 4
 
 
 def generations(pair: Pair) -> set[int]:
@@ -196,7 +196,7 @@ async def test_retire_leaves_spare_keys_and_does_not_count_them_as_kept(files: P
     await make_ada_with_spare_keys(files)
     async with files.maintained() as db:
         retired = await retire(db)
-    assert (retired.data_keys, retired.kept, retired.spare_keys) == (0, 0, 2)
+    assert (retired.deleted_data_keys, retired.kept, retired.spare_keys) == (0, 0, 2)
     assert len(keys_by_generation(files)) == 3
 
 
@@ -218,7 +218,7 @@ async def test_next_rotation_makes_spare_keys_ordinary_unused_keys(files: Pair) 
         assert (await rotate_data(db)).left == 0
         assert (await status(db)).spare_keys == 0
         retired = await retire(db)
-        assert (retired.data_keys, retired.kept, retired.spare_keys) == (5, 0, 0)
+        assert (retired.deleted_data_keys, retired.kept, retired.spare_keys) == (5, 0, 0)
         assert (await verify(db)).problems == ()
 
 
@@ -245,5 +245,5 @@ async def test_keys_of_a_user_who_was_never_stored_are_left_alone(files: Pair) -
     await store_only_keys(files, "ada")
     async with files.maintained() as db:
         retired = await retire(db)
-    assert (retired.data_keys, retired.kept) == (0, 0)
+    assert (retired.deleted_data_keys, retired.kept) == (0, 0)
     assert len(keys_by_generation(files)) == 2

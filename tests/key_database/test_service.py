@@ -123,7 +123,7 @@ async def test_key_is_stored_before_what_it_encrypts(files: Pair) -> None:
     # No row names the first two keys, so they encrypt nothing.
     assert (count(files.keys, "secure_data_keys"), files.owners()) == (4, 2)
     async with files.maintained() as db:
-        assert (await retire(db)).data_keys == 2
+        assert (await retire(db)).deleted_data_keys == 2
         assert (await verify(db)).bad == 0
 
 
@@ -189,5 +189,5 @@ async def test_key_whose_process_was_killed_before_it_wrote_the_row_encrypts_not
     assert len(set(query(pair.keys, "SELECT id FROM secure_data_keys")) - set(keys)) == 2
     assert pair.owners() == 2
     async with pair.maintained() as db:
-        assert (await retire(db)).data_keys == 2
+        assert (await retire(db)).deleted_data_keys == 2
     assert not set(query(pair.keys, "SELECT id FROM secure_data_keys")) & set(keys)

@@ -35,8 +35,8 @@ from adk_secure_sessions.maintenance import (
     init,
     lookup,
     move_keys,
-    purge,
     purge_audit,
+    purge_sessions,
     record_headers,
     retire,
     rotate_data,
@@ -139,7 +139,7 @@ COMMANDS: dict[str, Command] = {
     "migrate erase-source": Command(_from_source(erase_source), before=(_migrate,)),
     "move-keys": Command(lambda db, directory: move_keys(db, "key-db"), world="one"),
     "move-keys --to db": Command(lambda db, directory: move_keys(db, "db"), world="pair"),
-    "purge sessions": Command(lambda db, directory: purge(db, timedelta(0))),
+    "purge sessions": Command(lambda db, directory: purge_sessions(db, timedelta(0))),
     "retire": Command(_alone(retire), before=(_alone(rotate_master), _alone(rotate_data))),
     "rotate data": Command(_alone(rotate_data)),
     "rotate data --store": Command(

@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
     init,
-    purge,
+    purge_sessions,
     retire,
     rotate_data,
     rotate_master,
@@ -72,7 +72,7 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
         assert newest_master(place) == again.master_id != done.master_id
         assert again.since > done.since
         retired = await retire(db)
-        assert (len(retired.master_ids), retired.kept) == (2, 0)
+        assert (len(retired.deleted_master_ids), retired.kept) == (2, 0)
     assert query(place, DATA_MASTERS) == [(again.master_id,)]
     await assert_whole(url, AES)
 
@@ -92,7 +92,7 @@ async def test_rotation_that_was_interrupted_is_completed_under_another_clock(
         again = await asyncio.wait_for(ROTATIONS[name](db), PATIENCE)
         assert (again.resumed, again.left) == (False, 0)
         assert getattr(again, "rotated", 3) == 3
-        assert getattr(again, "keys", 3) == 3
+        assert getattr(again, "created_data_keys", 3) == 3
     await assert_whole(file_url, AES)
 
 
@@ -121,9 +121,9 @@ async def test_service_with_another_clock_does_not_disturb_a_rotation(
         await created[0]
         assert done.left == 0
         # If the service's clock is behind, the key of the new user looks old, and is replaced, too.
-        assert getattr(done, "keys", 3) in ((3,) if days > 0 else (3, 4))
+        assert getattr(done, "created_data_keys", 3) in ((3,) if days > 0 else (3, 4))
         again = await asyncio.wait_for(ROTATIONS[name](db), PATIENCE)
-        assert getattr(again, "rotated", 4) == getattr(again, "keys", 4) == 4
+        assert getattr(again, "rotated", 4) == getattr(again, "created_data_keys", 4) == 4
         assert (again.left, (await retire(db)).kept) == (0, 0)
     await assert_whole(file_url, AES)
 
@@ -200,7 +200,7 @@ async def test_purge_tells_the_moment_that_its_clock_led_to(file_url: str) -> No
         for days, deleted in ((-10_000, 0), (0, 2), (400, 3)):
             with shifted(days):
                 at = time.time_ns() // 1000
-                found = await purge(db, timedelta(days=90), dry_run=True)
+                found = await purge_sessions(db, timedelta(days=90), dry_run=True)
             assert found.deleted == deleted
             moment = at - timedelta(days=90) // timedelta(microseconds=1)
             assert found.before is not None

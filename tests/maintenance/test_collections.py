@@ -23,7 +23,7 @@ from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
     lookup,
-    purge,
+    purge_sessions,
     record_headers,
     retire,
     rotate_data,
@@ -114,8 +114,8 @@ async def all_keys_rotated(database: Any, service: Any) -> None:
         assert (await rotate_master(db)).left == 0
         assert (await rotate_data(db)).left == 0
         done = await retire(db)
-        assert (done.data_keys, len(done.master_ids), done.kept) == (3, 1, 0)
-        assert (await purge(db, timedelta())).deleted == 2
+        assert (done.deleted_data_keys, len(done.deleted_master_ids), done.kept) == (3, 1, 0)
+        assert (await purge_sessions(db, timedelta())).deleted == 2
         await vacuum(db)
         assert counts(await verify(db)) == (0, 0, 4, 12, 0, 0)
     async with service(NEW) as reader:

@@ -148,5 +148,5 @@ async def test_run_continues_where_the_one_before_was_killed(tmp_path: Path) -> 
     async with open_database(url, "data") as db:
         done = await rotate_data(db)
     assert done.since == since
-    assert done.keys == 6 - made
+    assert done.created_data_keys == 6 - made
     assert 0 < done.reencrypted < 6 * 2 + 10 * 5

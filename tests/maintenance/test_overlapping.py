@@ -89,7 +89,7 @@ async def test_master_that_another_rotation_retired_wraps_no_data_key(url: str) 
     async def rotate_until_the_master_is_made() -> None:
         another, its_faults = maintained(url)
         its_faults.keys.before(Point.READ, Killed(), nth=2, when=wrapped_keys)
-        assert (await rotate_and_retire(another, rotate_master)).master_ids
+        assert (await rotate_and_retire(another, rotate_master)).deleted_master_ids
 
     # By then the master of the first rotation is stored, and has wrapped nothing.
     # The first read of data keys looks for those that were created later.
@@ -236,5 +236,5 @@ async def test_services_store_keys_while_retire_waits_for_a_transaction_of_postg
                 stored, _ = await asyncio.wait([storing], timeout=30)
             await storing
             assert stored, "the new key had to wait for the end of the transaction"
-            assert len((await retiring).master_ids) == 1
+            assert len((await retiring).deleted_master_ids) == 1
         engine.dispose()

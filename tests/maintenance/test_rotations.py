@@ -97,8 +97,12 @@ async def test_new_master_wraps_all_data_keys_and_old_one_is_retired(
         found = await status(db)
         assert {one.master_id for one in found.data_keys} == {done.master_id}
         retired = await retire(db)
-        assert (retired.data_keys, len(retired.master_ids), retired.kept) == (0, 1, 0)
-    assert done.master_id not in retired.master_ids
+        assert (retired.deleted_data_keys, len(retired.deleted_master_ids), retired.kept) == (
+            0,
+            1,
+            0,
+        )
+    assert done.master_id not in retired.deleted_master_ids
     after = rows(place)
     for name in ("secure_apps", "secure_users", "secure_sessions", "secure_events"):
         assert after[name] == records[name]
@@ -116,7 +120,7 @@ async def test_dry_run_of_retire_expects_the_master_of_replaced_keys_to_be_delet
         await rotate_data(db)
         expected = await retire(db, dry_run=True)
         done = await retire(db)
-    assert len(done.master_ids) == 1
+    assert len(done.deleted_master_ids) == 1
     assert expected == done
 
 
@@ -127,7 +131,7 @@ async def test_running_service_takes_up_a_new_master_after_the_old_one_is_retire
     async with EncryptedSessionService(url, AES) as running, Database(url, AES) as db:
         session = await running.create_session(app_name=APP, user_id="ada")
         await rotate_master(db)
-        assert (await retire(db)).master_ids
+        assert (await retire(db)).deleted_master_ids
         await running.append_event(session, event(0))  # with a data key it knows
         await running.create_session(app_name=APP, user_id="bob")  # with one it does not know
         await running.create_session(app_name=APP, user_id="eve")  # with one it makes
@@ -174,7 +178,7 @@ async def test_database_stays_usable_however_often_its_data_master_is_rotated(
         with pytest.raises(ConfigurationError, match="run `retire`"):
             await rotate_master(db)
     async with Database(file_url, AES) as db:
-        assert len((await retire(db)).master_ids) == 58
+        assert len((await retire(db)).deleted_master_ids) == 58
         await rotate_master(db)
 
 
@@ -186,7 +190,7 @@ async def test_plaintext_master_is_replaced_by_one_under_a_root_key(
         await rotate_master(db)
         assert (await rotate_data(db)).left == 0
         retired = await retire(db)
-    assert len(retired.master_ids) == 1
+    assert len(retired.deleted_master_ids) == 1
     (root,) = query(place, "SELECT root_key_id FROM secure_keyring WHERE purpose = 'data'")
     assert root[0] == AES.root_key.key_id
     await assert_whole(url, AES, NO_OP)  # the index master is still stored as plaintext
@@ -215,13 +219,13 @@ async def test_every_record_is_reencrypted_and_the_old_keys_are_retired(
             await service.prepare_tables()
     async with Database(url, new, others) as db:
         done = await rotate_data(db)
-        assert (done.keys, done.left, done.bad) == (3, 0, 0)
+        assert (done.created_data_keys, done.left, done.bad) == (3, 0, 0)
         found = await status(db)
         assert all(one.rows == one.under_current for one in found.records)
         assert {one.backend_id for one in found.records} == {new.backend_id}
         assert done.reencrypted == sum(one.rows for one in found.records)
         retired = await retire(db)
-        assert (retired.data_keys, retired.kept) == (3, 0)
+        assert (retired.deleted_data_keys, retired.kept) == (3, 0)
     assert not keys & keys_of(place)
     assert await stored(url, new, *others) == before
     await assert_whole(url, new, *others)
@@ -302,7 +306,7 @@ async def test_operation_goes_on_if_masters_are_replaced_during_each_of_its_atte
     async def replace_masters() -> None:
         async with Database(file_url, AES) as db:
             await rotate_master(db)
-            assert (await retire(db)).master_ids
+            assert (await retire(db)).deleted_master_ids
 
     service, faults = with_faults(lambda: EncryptedSessionService(file_url, AES))
     async with service:
@@ -598,7 +602,7 @@ async def test_data_key_whose_header_was_modified_keeps_its_master(file_url: str
             file_url, "UPDATE secure_data_keys SET wrapped = :h || substr(wrapped, 14)", h=header
         )
         with contextlib.suppress(TamperedError):
-            assert (await retire(db)).master_ids == ()
+            assert (await retire(db)).deleted_master_ids == ()
         run_sql(file_url, "DELETE FROM secure_data_keys")
         run_sql(file_url, "INSERT INTO secure_data_keys SELECT * FROM original")
         run_sql(file_url, "DROP TABLE original")
@@ -617,7 +621,7 @@ async def test_retire_counts_keys_whose_deletion_was_answered_by_a_lost_connecti
         plan = faults.data.after(Point.RUN, lost(), nth=None, when=lambda *_: next(is_lost))
         retired = await retire(db)
         assert plan.happened > 1
-        assert (retired.data_keys, len(retired.master_ids)) == (3, 1)
+        assert (retired.deleted_data_keys, len(retired.deleted_master_ids)) == (3, 1)
 
 
 async def test_retire_opens_the_keyring_first(file_url: str) -> None:

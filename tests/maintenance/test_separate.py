@@ -184,7 +184,7 @@ async def test_all_old_keys_that_are_left_are_counted(copy: Path) -> None:
     run_sql(place, "UPDATE secure_events SET event = event || X'00' WHERE seq = 1")
     async with Database(url_of(copy), AES) as db:
         done = await separate(db)
-    assert (done.complete, done.data_keys) == (False, 0)
+    assert (done.complete, done.deleted_data_keys) == (False, 0)
     assert done.kept == old + 1, "and the old data master"
     assert len(query(place, statement)) == 2 * old
 

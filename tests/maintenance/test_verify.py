@@ -136,6 +136,6 @@ async def test_database_without_our_tables_is_left_unchanged(url: str) -> None:
         with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
             await verify(db)
         with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
-            await db.survey()
+            await db.survey_existing()
         with pytest.raises(ConfigurationError, match="`adk-secure-sessions init`"):
             await vacuum(db)

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.errors import ConfigurationError, TamperedError
 from adk_secure_sessions.formats.json_text import load_state
-from adk_secure_sessions.maintenance import Database, purge, rotate_data, verify
+from adk_secure_sessions.maintenance import Database, purge_sessions, rotate_data, verify
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
 from adk_secure_sessions.migration.source_scan import SourceScan
@@ -115,7 +115,7 @@ async def test_copies_may_expire_though_the_source_does_not(file_url: str) -> No
     assert await stored(file_url, "ada", "own") is not None
     async with database(file_url) as db:
         assert (await compare(source, db)).clean
-        assert (await purge(db)).deleted == 1
+        assert (await purge_sessions(db)).deleted == 1
 
 
 async def test_only_the_scope_is_copied(file_url: str) -> None:

@@ -90,7 +90,7 @@ async def test_lifetime_of_a_session_follows_the_clock_and_a_jump_back_revives_i
         assert await find(service, session) is not None
         with shifted(31):
             async with maintenance.Database(url, AesGcmBackend(KEY)) as db:
-                assert (await maintenance.purge(db)).deleted == 1
+                assert (await maintenance.purge_sessions(db)).deleted == 1
         assert await find(service, session) is None
 
 

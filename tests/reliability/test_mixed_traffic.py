@@ -24,7 +24,7 @@ from google.adk.sessions import InMemorySessionService
 from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.maintenance import (
     erase_user,
-    purge,
+    purge_sessions,
     retire,
     rotate_data,
     rotate_master,
@@ -123,7 +123,7 @@ class Maintenance:
             )
         await asyncio.sleep(0.01)
         async with open_database(self._url) as db:
-            found = await purge(db)
+            found = await purge_sessions(db)
         assert (found.deleted, found.bad) == (3, 0), found.problems
         self._done["sessions purged"] += found.deleted
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance, migration
-from adk_secure_sessions.cli.options import on_database, parse_time, with_selection
+from adk_secure_sessions.cli.options import on_database, parse_time, with_app_and_user
 from adk_secure_sessions.cli.output import option_value, print_result, private_file, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, one_line_errors, run, runner_for
 
@@ -29,7 +29,7 @@ _STDOUT = "-"
 @click.option(
     "--decrypt", is_flag=True, help="Required: confirms that the output contains plaintext."
 )
-@with_selection
+@with_app_and_user
 @click.option(
     "--skip-bad", is_flag=True, help="Continue after a session or state that cannot be exported."
 )

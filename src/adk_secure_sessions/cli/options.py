@@ -79,7 +79,7 @@ def age_option(name: str, help_text: str, **settings: Any) -> Decorator:
 with_one_app: Decorator = click.option(
     "--app", "app_name", required=True, metavar="NAME", help="The app's name."
 )
-with_selection: Decorator = with_all(
+with_app_and_user: Decorator = with_all(
     click.option("--app", "app_name", metavar="NAME", help="Only sessions of this app."),
     click.option("--user", "user_id", metavar="ID", help="Only sessions of users with this id."),
 )

@@ -41,7 +41,7 @@ class Failure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it for classes
 
 
-def _interruption(resume_hint: str | None) -> Failure:
+def _interruption_failure(resume_hint: str | None) -> Failure:
     """Return the failure for Ctrl-C; *resume_hint* is None if nothing was changed."""
     text = "interrupted; nothing was changed"
     if resume_hint is not None:
@@ -122,10 +122,10 @@ class Program(click.Group):
             except click.ClickException as error:
                 failure = error
             except click.Abort:  # Ctrl-C before the command began its work, or at a question
-                failure = _interruption(None)
+                failure = _interruption_failure(None)
             except OSError as error:  # the output cannot be written: discard the rest of it
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                failure = _failure_of(error)
+                failure = _os_failure(error)
             if "--json" in arguments:
                 facts = {
                     "error": getattr(failure, "error_name", "UsageError"),
@@ -169,7 +169,7 @@ def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Run
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
-            raise _interruption(None if option_value("dry_run") else resume_hint) from None
+            raise _interruption_failure(None if option_value("dry_run") else resume_hint) from None
 
 
 def run(
@@ -243,10 +243,10 @@ def one_line_errors() -> Iterator[None]:
         retryable = getattr(error, "retryable", False)
         raise Failure(message, name, retryable=retryable) from None
     except OSError as error:
-        raise _failure_of(error) from None
+        raise _os_failure(error) from None
 
 
-def _failure_of(error: OSError) -> Failure:
+def _os_failure(error: OSError) -> Failure:
     reason = error.strerror or str(error)
     if error.filename is None:
         return Failure(f"the output, or a file, cannot be written: {reason}", "OSError")

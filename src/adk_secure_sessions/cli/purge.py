@@ -11,10 +11,10 @@ from adk_secure_sessions.cli.notes import erasure_notes, utc_text
 from adk_secure_sessions.cli.options import (
     age_option,
     on_database,
+    with_app_and_user,
     with_confirm,
     with_dry_run,
     with_one_app,
-    with_selection,
     with_speed,
     with_store,
 )
@@ -37,7 +37,7 @@ def purge() -> None:
 
 @purge.command("sessions")
 @age_option("--older-than", "Also delete sessions whose last event is older; 0d: of any age.")
-@with_selection
+@with_app_and_user
 @with_dry_run
 @with_speed
 @on_database()
@@ -51,7 +51,7 @@ def purge_sessions(db: Database, **options: Any) -> None:
       adk-secure-sessions purge sessions --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
-    result = run(db, maintenance.purge, label="purge", **options)
+    result = run(db, maintenance.purge_sessions, label="purge", **options)
     since = "" if result.before is None else f" or were last used before {_text_of(result.before)}"
     print_result(result, [f"such sessions have expired{since}"])
 

@@ -39,8 +39,8 @@ from adk_secure_sessions.maintenance.move_keys import KeyMove as KeyMove
 from adk_secure_sessions.maintenance.move_keys import move_keys as move_keys
 from adk_secure_sessions.maintenance.problems import Problem as Problem
 from adk_secure_sessions.maintenance.progress import Progress as Progress
-from adk_secure_sessions.maintenance.purge import Purge as Purge
-from adk_secure_sessions.maintenance.purge import purge as purge
+from adk_secure_sessions.maintenance.purge_sessions import SessionPurge as SessionPurge
+from adk_secure_sessions.maintenance.purge_sessions import purge_sessions as purge_sessions
 from adk_secure_sessions.maintenance.retire import KeptKey as KeptKey
 from adk_secure_sessions.maintenance.retire import Retirement as Retirement
 from adk_secure_sessions.maintenance.retire import retire as retire

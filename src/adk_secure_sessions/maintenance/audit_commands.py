@@ -21,7 +21,7 @@ from adk_secure_sessions.formats.audit_records import (
 )
 from adk_secure_sessions.formats.times import of_datetime, time_now
 from adk_secure_sessions.keys.keyring import Keyring
-from adk_secure_sessions.maintenance.counts import count_rows, select_count
+from adk_secure_sessions.maintenance.counts import estimate_rows, select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, report_unlisted_trail
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -376,7 +376,7 @@ async def _open_checker(
         raise ConfigurationError(
             "the database has no audit trail: no service with Audit(table=True) has used it"
         )
-    total = await count_rows(db, audit_records)
+    total = await estimate_rows(db, audit_records)
     return _TrailChecker(db, keyring, Meter(progress, total, rows_per_second))
 
 

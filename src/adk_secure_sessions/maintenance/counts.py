@@ -66,10 +66,11 @@ class DataKeyCount(NamedTuple):
     key_count: int
 
 
-async def count_rows(db: Database, *tables: sa.Table) -> int:
-    """Return the number of rows of *tables*.
+async def estimate_rows(db: Database, *tables: sa.Table) -> int:
+    """Return about how many rows *tables* have, for reports of progress.
 
-    For events, return the sum of the revisions of all sessions: counting events would take long.
+    The number of events is the sum of the revisions of all sessions, which is not authenticated:
+    counting events would take long.
     """
     total = 0
     for table in tables:

@@ -157,13 +157,19 @@ class Database(HoldsSecrets, ClosedByWith):
                     "create the database with `adk-secure-sessions init`"
                 )
 
-    async def survey(self) -> Survey:
-        """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`."""
+    async def survey_existing(self) -> Survey:
+        """Read which tables exist, and the rows of `secure_meta` and `secure_keyring`.
+
+        Raise ConfigurationError if the database does not exist, or cannot be used.
+        """
         self.require_files()
         return await retried(lambda: survey_existing(self.runner.executors))
 
-    async def survey_each(self) -> tuple[Survey, Survey]:
-        """Survey the data database and the key database, which may be the same, without checks."""
+    async def survey_unchecked(self) -> tuple[Survey, Survey]:
+        """Survey the data database and the key database, also new ones or ones that do not match.
+
+        Without a key database, both are the same.
+        """
         data, keys = self.runner.executors
         survey = await retried(lambda: survey_database(data))
         if not self.runner.executors.has_key_database:

@@ -35,9 +35,9 @@ async def init(db: Database) -> Initialization:
     """
     backends = db.runner.backends
     opening = partial(open_database, db.runner.executors, backends, True)
-    data_before, before = await db.survey_each()
+    data_before, before = await db.survey_unchecked()
     await retried(opening)
-    data_after, after = await db.survey_each()
+    data_after, after = await db.survey_unchecked()
     created = [after.tables - before.tables]
     if db.runner.executors.has_key_database:
         created.append(data_after.tables - data_before.tables)

@@ -131,7 +131,7 @@ async def record_headers(
     if table not in _RECORD_COLUMNS:
         names = ", ".join(TABLE_NAMES)
         raise ConfigurationError(f"not a table with records: choose one of {names}")
-    await db.survey()
+    await db.survey_existing()
     parameters: dict[str, object] = {"limit": limit}
     if row is not None:
         parameters["row"] = _parse_row(table, row)

@@ -72,7 +72,7 @@ class KeyMove(Result):
     Attributes:
         to: Where the keys are now: "key-db" or "db".
         master_count: The number of master keys there.
-        data_keys: The number of data keys there.
+        data_key_count: The number of data keys there.
         resumed: True if this run continued an interrupted run, or found that the keys had already
             been moved.
         cleared: True if the file that had the keys before contains no copy of them any more.  Logs,
@@ -82,7 +82,7 @@ class KeyMove(Result):
 
     to: KeyPlace
     master_count: int = counter("master key", "moved", shows_zero=True)
-    data_keys: int = counter("data key", "moved", shows_zero=True)
+    data_key_count: int = counter("data key", "moved", shows_zero=True)
     resumed: bool = False
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ async def move_keys(db: Database, to: KeyPlace, *, progress: Progress | None = N
     moved = await _Move(db, to, progress).transfer()
     await db.close()  # the next call opens the database with its keys in the new place
     db.use_keys(in_key_database=to == "key-db")
-    if audit_records.name in (await db.survey()).tables:
+    if audit_records.name in (await db.survey_existing()).tables:
         await db.keyring()  # store in the audit trail that this command has run
     return moved
 
@@ -174,7 +174,7 @@ class _Move:
 
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
-        data, keys = await self._db.survey_each()
+        data, keys = await self._db.survey_unchecked()
         backends = self._db.runner.backends
         await self._db.runner.key_tables.run(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
@@ -200,7 +200,7 @@ class _Move:
         load_features(holder, unwrapped)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
-            raise _unfinished_opposite("db" if self._to_key_db else "key-db")
+            raise _opposite_move_error("db" if self._to_key_db else "key-db")
         state = _MoveState(source, target, is_switched, unwrapped)
         # The data database may be an old copy from the time of an unfinished move, or an attacker
         # may have replayed its rows.  Then the keys in the key database are in use.
@@ -222,7 +222,7 @@ class _Move:
             if FeatureName.MOVING not in target.features:
                 raise ConfigurationError(_IN_USE)
             if _is_parked(target):
-                raise _unfinished_opposite("db")
+                raise _opposite_move_error("db")
         if not target.tables >= {keyring.name, data_keys.name}:
             return
         is_in_use = not set(target.master_rows) <= {_unparked(row) for row in source.master_rows}
@@ -355,7 +355,7 @@ class _Move:
         meta.put(connection, meta.MOVE, None)
 
 
-def _unfinished_opposite(to: KeyPlace) -> ConfigurationError:
+def _opposite_move_error(to: KeyPlace) -> ConfigurationError:
     return ConfigurationError(
         "an earlier run has begun to move the keys the other way: run `adk-secure-sessions "
         f"move-keys --to {to}` again, until it has ended"

@@ -20,7 +20,7 @@ class Meter:
         self._progress = progress
         self._total = total
         self._rate = rate
-        self._due = time.monotonic()  # the earliest time for the next row
+        self._next_row_at = time.monotonic()  # the earliest time for the next row
         self._processed = 0
 
     async def advance(self, rows: int = 1) -> None:
@@ -35,9 +35,9 @@ class Meter:
         if self._rate:
             now = time.monotonic()
             # Time in which no row was counted allows at most one second's rows to follow at once.
-            self._due = max(self._due, now - 1) + rows / self._rate
-            if self._due > now:
-                await asyncio.sleep(self._due - now)
+            self._next_row_at = max(self._next_row_at, now - 1) + rows / self._rate
+            if self._next_row_at > now:
+                await asyncio.sleep(self._next_row_at - now)
 
     def finish(self) -> None:
         """Report that all rows are processed, even if `advance` has counted fewer than *total*."""

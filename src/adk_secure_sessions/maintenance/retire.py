@@ -71,8 +71,8 @@ class Retirement(Result):
     """The result of `retire`; after a dry run, the expected result.
 
     Attributes:
-        data_keys: How many data keys were deleted.
-        master_ids: The ids of the data masters that were deleted.
+        deleted_data_keys: How many data keys were deleted.
+        deleted_master_ids: The ids of the data masters that were deleted.
         kept: How many replaced keys were kept.
         kept_keys: The first 1000 kept keys.
         spare_keys: How many data keys are newer than the current data key of their owner, and no
@@ -80,8 +80,8 @@ class Retirement(Result):
             about to name such a key.  The next rotation replaces them.
     """
 
-    data_keys: int = counter("data key", "deleted", shows_zero=True, is_change=True)
-    master_ids: tuple[int, ...] = counter(
+    deleted_data_keys: int = counter("data key", "deleted", shows_zero=True, is_change=True)
+    deleted_master_ids: tuple[int, ...] = counter(
         "data master", "deleted", shows_zero=True, is_change=True, default=()
     )
     kept: int = counter("replaced key", "kept", is_failure=True)
@@ -126,7 +126,7 @@ async def retire(
             decrypted, for example because its backend is not listed; nothing was deleted.
     """
     await db.reread_keyring()  # a later release may have added a feature, which this call rejects
-    reject_wrapper(await db.survey(), "retire")
+    reject_wrapper(await db.survey_existing(), "retire")
     await reject_orphans(db)
     throttle = Meter(rate=rows_per_second)
     await _reject_unreadable_sessions(db, throttle)

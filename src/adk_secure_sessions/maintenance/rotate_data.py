@@ -23,7 +23,7 @@ from adk_secure_sessions.formats.records import (
     split_owner,
 )
 from adk_secure_sessions.keys.data_keys import TransactionKeys
-from adk_secure_sessions.maintenance.counts import count_records, count_rows
+from adk_secure_sessions.maintenance.counts import count_records, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Progress
@@ -59,17 +59,17 @@ _SIZES = 1000  # how many pairs (primary key, length of the record) one statemen
 
 @dataclass
 class DataRotation(Result):
-    """The result of `rotate_data`; after a dry run, the expected one, with 0 in `keys` and `left`.
+    """The result of `rotate_data`; after a dry run, the expected result.
 
     Attributes:
         since: When the rotation began, in microseconds since 1970, UTC.  Data keys that were
             created before `since` are replaced.
         resumed: True if this run continued an unfinished rotation from its stored checkpoint.
-        keys: How many data keys were created.
+        created_data_keys: How many data keys were created; 0 after a dry run.
         reencrypted: How many records were re-encrypted.
         left: How many records still have to be re-encrypted.  The data key of such a record is not
             the current data key of its owner (the user or app), or was created before `since`, or
-            is not for `backend`.
+            is not for `backend`.  After a dry run, 0.
         left_in: The name of each table with such records, and the number of these records.  The sum
             of the numbers is `left`.
         bad: How many rows cannot be decrypted; they were left unchanged.
@@ -86,7 +86,7 @@ class DataRotation(Result):
     reencrypted: int = counter("record", "re-encrypted", shows_zero=True, is_change=True)
     blobs: int = counter("blob", "re-encrypted", is_change=True)
     blob_bytes: int = counter("byte", "re-encrypted", is_change=True)
-    keys: int = counter("data key", "created")
+    created_data_keys: int = counter("data key", "created")
     bad: int = counter("row", "cannot be decrypted, and left unchanged", is_failure=True)
     bad_blobs: int = counter("blob", "of these, missing or tampered with")
     left: int = counter("record", "left under older keys", is_failure=True)
@@ -242,9 +242,9 @@ class DataRotationRun(RotationRun):
                 "nothing: run `rotate master` first"
             )
         # Each app, user and session has one row of its own and one version witness.
-        row_count = 2 * await count_rows(self._db, apps, users, sessions)
+        row_count = 2 * await estimate_rows(self._db, apps, users, sessions)
         # A pass re-encrypts each row and, except in a dry run, `_count_left` counts it.
-        return (1 if self._dry_run else 2) * (row_count + await count_rows(self._db, events))
+        return (1 if self._dry_run else 2) * (row_count + await estimate_rows(self._db, events))
 
     async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
@@ -295,7 +295,7 @@ class DataRotationRun(RotationRun):
                 of_user=of_user,
             )
         )
-        self.result.keys += renewed.created
+        self.result.created_data_keys += renewed.created
         self.result.reencrypted += 2 * renewed.changed  # the owner's row and its version witness
         if renewed.orphaned:
             # The owner was erased after the key was stored in the key database: delete the key.

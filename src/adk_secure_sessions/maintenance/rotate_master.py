@@ -23,7 +23,7 @@ from adk_secure_sessions.keys.keyring import (
     unwrap_master_key,
 )
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
-from adk_secure_sessions.maintenance.counts import count_data_keys, count_rows
+from adk_secure_sessions.maintenance.counts import count_data_keys, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -112,7 +112,7 @@ class _MasterRotationRun(RotationRun):
         if self._db.runner.backends.writing.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
         await self._db.keyring()
-        return await count_rows(self._db, data_keys)
+        return await estimate_rows(self._db, data_keys)
 
     async def _before_passes(self) -> None:
         """Find the data master of this rotation; if there is none yet, create it.
@@ -124,7 +124,7 @@ class _MasterRotationRun(RotationRun):
         root = self._db.runner.backends.writing.root_key
         created: MasterKeyRow | None = None
         while True:
-            survey = await self._db.survey()
+            survey = await self._db.survey_existing()
             # Not the id with which this run began: `separate` may have replaced it since.
             database_id = survey.existing_id
             masters = await authenticated_data_masters(self._db, survey)
@@ -189,7 +189,9 @@ class _MasterRotationRun(RotationRun):
     async def _count_left(self) -> int:
         if self._dry_run:
             return self._problems.count
-        if self.result.master_id not in {row.id for row in (await self._db.survey()).master_rows}:
+        if self.result.master_id not in {
+            row.id for row in (await self._db.survey_existing()).master_rows
+        }:
             raise SecureSessionError(
                 f"master key {self.result.master_id} was retired meanwhile: {OVERLAPPED}"
             )

@@ -61,7 +61,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     root = db.runner.backends.writing.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
-    survey = await db.survey()
+    survey = await db.survey_existing()
     rows = survey.master_rows
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
     old_rows = [row for row in rows if row.root_key_id not in (PLAINTEXT_ROOT_KEY_ID, root.key_id)]

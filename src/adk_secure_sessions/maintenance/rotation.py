@@ -138,7 +138,7 @@ class RotationRun(ABC):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            texts = {} if restart else (await self._db.survey()).meta_rows
+            texts = {} if restart else (await self._db.survey_existing()).meta_rows
             own = {name: text for name, text in texts.items() if name == self._checkpoint}
             index_master = (await self._db.keyring()).index_master
             for rotation in parse_checkpoints(own, index_master):
@@ -196,7 +196,7 @@ async def later_than_all_keys(db: Database) -> int:
     If a data key cannot be unwrapped, its time is ignored, because it may have been modified.
     """
     latest = time_now()
-    for master in await authenticated_data_masters(db, await db.survey()):
+    for master in await authenticated_data_masters(db, await db.survey_existing()):
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
     read, size = db.runner.key_tables.read, db.limits.ids_per_statement

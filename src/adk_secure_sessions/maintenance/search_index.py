@@ -12,7 +12,7 @@ from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Parameters
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX
-from adk_secure_sessions.maintenance.counts import count_rows
+from adk_secure_sessions.maintenance.counts import estimate_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, index_orphan_conditions
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -91,7 +91,7 @@ async def fill_index(
     add_facts(app=app_name)
     tags = await db.search_index.declare(app_name, keys)
     of_users = any(key.startswith(USER_PREFIX) for key in keys)
-    total = await count_rows(db, sessions, *([users] if of_users else []))
+    total = await estimate_rows(db, sessions, *([users] if of_users else []))
     meter = Meter(progress, total, rows_per_second)
     problems, result = Problems(), IndexChange()
 
@@ -138,7 +138,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
     _require_keys(keys)
     add_facts(app=app_name)
     index_master = (await db.keyring()).index_master
-    if state_index.name not in (await db.survey()).tables:
+    if state_index.name not in (await db.survey_existing()).tables:
         return IndexChange()
     tags = {index_master.state_key_tag(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.

@@ -58,9 +58,9 @@ class Separation(Result):
         resumed: True if this run continued a separation that an earlier run began.
         complete: True if no old key is left and services can start.  If False, run `separate`
             again.
-        data_keys: How many old data keys this run deleted.  A key is old if it was created before
-            the separation began.
-        master_ids: The ids of the old data masters that this run deleted.
+        deleted_data_keys: How many old data keys this run deleted.  A key is old if it was
+            created before the separation began.
+        deleted_master_ids: The ids of the old data masters that this run deleted.
         kept: How many old keys are left.  They cannot be deleted yet, because rows need them or
             because a row cannot be decrypted.
     """
@@ -68,8 +68,10 @@ class Separation(Result):
     database_id: str
     resumed: bool
     complete: bool = must_be_true()
-    data_keys: int = counter("data key", "deleted", shows_zero=True)
-    master_ids: tuple[int, ...] = counter("data master", "deleted", shows_zero=True, default=())
+    deleted_data_keys: int = counter("data key", "deleted", shows_zero=True)
+    deleted_master_ids: tuple[int, ...] = counter(
+        "data master", "deleted", shows_zero=True, default=()
+    )
     kept: int = counter("replaced key", "kept")
 
 
@@ -117,7 +119,8 @@ async def separate(
     are_replaced = await _replace_keys(db, keyring, separation, options)
     if are_replaced:
         retirement = await retire(db, **options)
-        result.data_keys, result.master_ids = retirement.data_keys, retirement.master_ids
+        result.deleted_data_keys = retirement.deleted_data_keys
+        result.deleted_master_ids = retirement.deleted_master_ids
     old_master_ids = (await db.reread_keyring()).data_masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
@@ -137,7 +140,7 @@ async def _replace_keys(
     db: Database, keyring: Keyring, separation: SeparationState, options: dict[str, Any]
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
-    meta_rows = (await db.survey()).meta_rows
+    meta_rows = (await db.survey_existing()).meta_rows
     needs_new_master = (
         f"{meta.ROTATION}master" in meta_rows
         or not keyring.data_masters.keys() - separation.master_ids
@@ -159,7 +162,7 @@ _NUMBER_OF_OLD_DATA_KEYS = select_count(
 
 async def _begin_separation(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
-    survey, keyring = await db.survey(), await db.keyring()
+    survey, keyring = await db.survey_existing(), await db.keyring()
     load_features(survey, keyring)  # reject a tampered list: the new list contains its features
     reject_wrapper(survey, "separate")
     old_id, new_id = keyring.database_id, secrets.token_bytes(16)
@@ -186,7 +189,7 @@ async def _complete_new_id(db: Database) -> None:
     if not db.runner.executors.has_key_database:
         return
     db.require_files()
-    data, survey = await db.survey_each()
+    data, survey = await db.survey_unchecked()
     old_id = survey.separated_from
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
@@ -204,7 +207,7 @@ async def _drop_rows_of_original(db: Database) -> None:
     The copy starts without a history of imports, and with an empty audit trail: the original has
     the trail of what happened before.  `_end_separation` removes the feature `migration`.
     """
-    tables = (await db.survey()).tables
+    tables = (await db.survey_existing()).tables
 
     def empty(connection: sa.Connection) -> None:
         for table in (migrated, audit_records):
@@ -251,7 +254,7 @@ def _store_new_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
 
 
 async def _end_separation(db: Database, keyring: Keyring) -> None:
-    survey = await db.survey()
+    survey = await db.survey_existing()
     load_features(survey, keyring)  # reject a tampered list: the new list contains its features
     if FeatureName.SEPARATING not in survey.features:
         return  # another run that has continued this separation has ended it

@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance.counts import (
     RecordCount,
     count_data_keys,
     count_records,
-    count_rows,
+    estimate_rows,
     select_count,
 )
 from adk_secure_sessions.maintenance.database import Database
@@ -172,10 +172,10 @@ async def status(
             unwrapped, and whether the checkpoints of unfinished rotations are authentic.  It also
             tells whether the mark that ends a migration is authentic (see `MigrationStatus`).
     """
-    survey = await db.survey()
+    survey = await db.survey_existing()
     masters = [await _master_status(db, row, survey.existing_id) for row in survey.master_rows]
     rotations = await unfinished_rotations(db)
-    total = await count_rows(db, *(sealed.table for sealed in SEALED), data_keys)
+    total = await estimate_rows(db, *(sealed.table for sealed in SEALED), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
     since_of = {run.name: run.since for run in rotations if run.is_authentic is not False}
@@ -248,7 +248,7 @@ async def _trail_status(db: Database, survey: Survey) -> TrailStatus | None:
 @hides_locals
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
-    survey = await db.survey()
+    survey = await db.survey_existing()
     has_checkpoint = any(parse_checkpoints(survey.meta_rows, None))
     index_master = await _index_master(db) if has_checkpoint else None
     return tuple(parse_checkpoints(survey.meta_rows, index_master))

@@ -47,7 +47,7 @@ async def vacuum(db: Database) -> Vacuum:
     database is rewritten after the data database.  Services wait while a table is rewritten.  Logs,
     replicas and backups are not cleared.
     """
-    present_names = (await db.survey()).tables
+    present_names = (await db.survey_existing()).tables
     feature_tables = tuple(table for table in FEATURE_TABLES if table.name in present_names)
     data, keys = db.runner.executors
     by_executor = {data: TableSet.DATA.tables + feature_tables}

@@ -13,7 +13,7 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
-from adk_secure_sessions.maintenance.counts import can_unwrap, count_rows
+from adk_secure_sessions.maintenance.counts import can_unwrap, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import (
     Problem,
@@ -114,9 +114,9 @@ async def verify(
     installed google-adk can read the events.
     """
     index_master = (await db.keyring()).index_master
-    tables = (await db.survey()).tables
+    tables = (await db.survey_existing()).tables
     imports = [migrated] if migrated.name in tables else []
-    total = await count_rows(db, apps, users, sessions, events, data_keys, *imports)
+    total = await estimate_rows(db, apps, users, sessions, events, data_keys, *imports)
     meter = Meter(progress, total, rows_per_second)
     run = _Verifier(db, index_master, meter)
     if state_index.name in tables:
@@ -214,7 +214,7 @@ class _Verifier:
         A feature is added before the first row that needs it, so somebody has replayed an older
         list.  With that list, a release that does not know the feature would use the database.
         """
-        unlisted = self._needed_features - (await self._db.survey()).features
+        unlisted = self._needed_features - (await self._db.survey_existing()).features
         for feature, (evidence, next_writer) in _EVIDENCE.items():
             if feature in unlisted:
                 remedy = f"the next {next_writer} adds the feature"

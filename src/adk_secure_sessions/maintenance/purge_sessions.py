@@ -19,18 +19,16 @@ from adk_secure_sessions.storage.schema import IS_COLLECTION, SessionRow, sessio
 
 
 @dataclass
-class Purge(Result):
-    """The result of `purge`; after a dry run, which decrypts only ids, the expected result.
-
-    A session is due if it is old or has expired.
+class SessionPurge(Result):
+    """The result of `purge_sessions`; after a dry run, the expected result.
 
     Attributes:
-        deleted: How many sessions were deleted, with their events.
-        kept: How many sessions were due when `purge` read them, but were updated or deleted by
-            another process before `purge` could delete them.
-        bad: How many due sessions cannot be decrypted.  These sessions were left unchanged.
+        deleted: How many sessions were deleted, with their events.  A dry run decrypts only ids.
+        kept: How many sessions were old or had expired when they were read, but were updated or
+            deleted by another process before this one could delete them.
+        bad: How many old or expired sessions cannot be decrypted; they were left unchanged.
         problems: The first 1000 bad rows: rows of sessions, users, apps or data keys that prevent
-            decrypting a due session.
+            decrypting such a session.
         before: A session is old if its last event is older than this time, in microseconds since
             1970, UTC; None if only expired sessions were deleted.  The time was computed with the
             clock of this machine.
@@ -44,7 +42,7 @@ class Purge(Result):
 
 
 @audited_command
-async def purge(
+async def purge_sessions(
     db: Database,
     older_than: timedelta | None = None,
     *,
@@ -53,11 +51,11 @@ async def purge(
     dry_run: bool = False,
     progress: Progress | None = None,
     rows_per_second: float | None = None,
-) -> Purge:
+) -> SessionPurge:
     """Delete expired sessions, and sessions whose last event is older than *older_than*.
 
     The age of a session without events is the time since its creation.  Each session is deleted in
-    a separate transaction, which checks again whether the session is due.  Users and apps keep
+    a separate transaction, which checks its times again.  Users and apps keep
     their rows and states, even if they have no session left.
 
     Args:
@@ -66,7 +64,7 @@ async def purge(
             only expired sessions are deleted.
         app_name: Delete only sessions of this app.
         user_id: Delete only sessions of the users with this id.
-        progress: Counts due sessions, of all apps and users.
+        progress: Counts old and expired sessions, of all apps and users.
 
     Raises:
         ConfigurationError: `older_than` is negative.
@@ -77,16 +75,16 @@ async def purge(
             raise ConfigurationError("older_than must not be negative")
         before = cutoff = max(cutoff, now - older_than // timedelta(microseconds=1))
 
-    def is_due(row: SessionRow) -> bool:
+    def is_outdated(row: SessionRow) -> bool:
         return row.updated_at < cutoff or row.expires_at <= now
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": cutoff, "now": now}
-    ((total,),) = await db.runner.data.read(_NUMBER_OF_DUE, times)
+    ((total,),) = await db.runner.data.read(_NUMBER_OF_OUTDATED, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
-    result = Purge(before=before)
-    async for page in scan_sessions(db, _DUE_SESSIONS, **times):
+    result = SessionPurge(before=before)
+    async for page in scan_sessions(db, _OUTDATED_SESSIONS, **times):
         for stored in page:
             await meter.advance()
             try:
@@ -94,7 +92,7 @@ async def purge(
                 if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                     continue
                 deletion = writes.DeleteSession(
-                    await db.runner.identify(*ids), lambda session: is_due(session.row)
+                    await db.runner.identify(*ids), lambda session: is_outdated(session.row)
                 )
                 is_deleted = bool(dry_run or await db.runner.run(deletion))
             except DecryptionError as error:
@@ -110,6 +108,9 @@ async def purge(
 
 _BEFORE, _NOW = (sa.bindparam(name, type_=sa.BigInteger) for name in ("before", "now"))
 # The times are not authenticated yet.
-_IS_DUE = (~IS_COLLECTION, sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW))
-_DUE_SESSIONS = SESSION_ROWS.where(*_IS_DUE)
-_NUMBER_OF_DUE = select_count(sessions, *_IS_DUE)
+_IS_OUTDATED = (
+    ~IS_COLLECTION,
+    sa.or_(sessions.c.updated_at < _BEFORE, sessions.c.expires_at <= _NOW),
+)
+_OUTDATED_SESSIONS = SESSION_ROWS.where(*_IS_OUTDATED)
+_NUMBER_OF_OUTDATED = select_count(sessions, *_IS_OUTDATED)

@@ -1,4 +1,4 @@
-"""`purge` deletes old sessions, and none that was used meanwhile."""
+"""`purge sessions` deletes old sessions, and none that was used meanwhile."""
 
 from datetime import timedelta
 
@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from adk_secure_sessions.maintenance import Database, Problem, purge, verify
+from adk_secure_sessions.maintenance import Database, Problem, purge_sessions, verify
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
 
@@ -30,12 +30,12 @@ async def test_old_sessions_are_deleted_with_their_events(url: str, place: sa.UR
     await fill_old_and_new(url)
     seen: list[tuple[int, int]] = []
     async with Database(url, BACKEND) as db:
-        assert (await purge(db, timedelta.max)).numbers == (0, 0, 0)
-        assert (await purge(db, LONG_AGO, dry_run=True)).numbers == (6, 0, 0)
+        assert (await purge_sessions(db, timedelta.max)).numbers == (0, 0, 0)
+        assert (await purge_sessions(db, LONG_AGO, dry_run=True)).numbers == (6, 0, 0)
         assert len(await left(url)) == 7
-        done = await purge(db, LONG_AGO, progress=lambda *at: seen.append(at))
+        done = await purge_sessions(db, LONG_AGO, progress=lambda *at: seen.append(at))
         assert done.numbers == (6, 0, 0)
-        assert (await purge(db, LONG_AGO)).numbers == (0, 0, 0)
+        assert (await purge_sessions(db, LONG_AGO)).numbers == (0, 0, 0)
         assert (await verify(db)).bad == 0
     assert seen[-1] == (6, 6)
     assert await left(url) == ["ada today"]
@@ -55,7 +55,7 @@ async def test_session_that_is_used_while_a_purge_runs_is_kept(url: str) -> None
     db, faults = with_faults(lambda: Database(url, BACKEND))
     plan = faults.data.before(Point.WRITE, use)  # by then all old sessions have been found
     async with db:
-        assert (await purge(db, timedelta(days=1))).numbers == (5, 1, 0)
+        assert (await purge_sessions(db, timedelta(days=1))).numbers == (5, 1, 0)
         assert plan.happened
         assert (await verify(db)).bad == 0
     assert await left(url) == ["ada today", "bob s1"]
@@ -69,7 +69,7 @@ async def test_old_session_that_cannot_be_decrypted_is_reported_and_left_unchang
     run_sql(place, "UPDATE secure_sessions SET updated_at = 7 WHERE id = :row", row=row)
     async with Database(url, BACKEND) as db:
         for dry_run in (True, False):
-            done = await purge(db, LONG_AGO, dry_run=dry_run)
+            done = await purge_sessions(db, LONG_AGO, dry_run=dry_run)
             assert (done.deleted, done.kept, done.bad) == (5, 0, 1)
             (problem,) = done.problems
             assert isinstance(problem, Problem)
@@ -80,4 +80,4 @@ async def test_old_session_that_cannot_be_decrypted_is_reported_and_left_unchang
 async def test_negative_age_is_rejected(file_url: str) -> None:
     async with Database(file_url, BACKEND) as db:
         with pytest.raises(ConfigurationError, match="negative"):
-            await purge(db, timedelta(days=-1))
+            await purge_sessions(db, timedelta(days=-1))
