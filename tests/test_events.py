@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pydantic
@@ -231,6 +232,12 @@ def test_field_of_an_undeclared_type_is_named_without_a_warning_that_repeats_it(
         with pytest.raises(ValueError, match=r"rejects the values of error_code$"):
             events.encode(event)
     assert not caught
+
+
+def test_state_delta_may_be_a_mapping_that_is_no_dict() -> None:
+    event = made()
+    event.actions.state_delta = MappingProxyType({"a": {"b": 1}})  # type: ignore[assignment]
+    assert parsed(events.encode(event))[1]["actions"]["state_delta"] == {"a": {"b": 1}}
 
 
 @pytest.mark.parametrize("event", [*EVENTS.values(), NULLS], ids=[*EVENTS, "nulls"])

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -163,6 +164,8 @@ def _fields(event: Event) -> JsonObject:
         # keeps the None fields of the models inside that value.  In this case, use the original
         # value, which still contains these models with all their fields.
         value = getattr(event.actions, name, None)
+        if isinstance(value, Mapping):
+            value = fields["actions"][name] = _dumped_value(dict(value))
         _, is_lossy = json_text.json_form(value, "utf8")
         if is_lossy:
             fields["actions"][name] = value
