@@ -572,6 +572,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
             await service.save_artifact(**NOTE, artifact=blob(b"%d" % number))
         below = {**NOTE, "filename": "scans/1"}
         await service.save_artifact(**below, artifact=blob(b"x", "name"), custom_metadata={"a": 1})
+        await service.save_artifact(**{**NOTE, "filename": ""}, artifact=blob(b"without a name"))
         await service.save_artifact(**PROFILE, artifact=types.Part(text="needle €"))
         uris = (
             "gs://other/file",
@@ -597,9 +598,9 @@ async def test_bucket_is_copied_compared_and_erased(
 ) -> None:
     bucket = partial(migrate, GcsArtifacts("bucket", client))
     done = await bucket("copy")
-    assert (done.copied, done.versions, done.succeeded) == (4, 16, True)
+    assert (done.copied, done.versions, done.succeeded) == (5, 17, True)
     service = FakeGcsService(client)
-    for name, count in (("scans", 12), ("scans/1", 1), ("user:profile", 1), ("f", 2)):
+    for name, count in (("", 1), ("scans", 12), ("scans/1", 1), ("user:profile", 1), ("f", 2)):
         ids: Any = {**ADA, "session_id": "s2" if name == "f" else "s1", "filename": name}
         found = await target.list_artifact_versions(**ids)
         expected = await service.list_artifact_versions(**ids)
@@ -611,8 +612,8 @@ async def test_bucket_is_copied_compared_and_erased(
             assert one.mime_type == (None if (name, one.version) == ("f", 1) else other.mime_type)
             part = await target.load_artifact(**ids, version=one.version)
             assert part == await service.load_artifact(**ids, version=one.version)
-    assert (await bucket("compare")).equal == 4
-    assert (await bucket("copy")).equal == 4
+    assert (await bucket("compare")).equal == 5
+    assert (await bucket("copy")).equal == 5
     missing = client.blobs.pop("clinic/ada/s1/scans/10")
     (finding,) = (await bucket("compare")).findings
     assert "version 10 is missing" in finding.detail

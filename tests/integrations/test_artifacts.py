@@ -239,7 +239,7 @@ def ours(sessions: EncryptedSessionService, tmp_path: Path) -> EncryptedArtifact
     return EncryptedArtifactService(sessions, tmp_path / "blobs")
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "\x00", "C:\\x", "[", "."])
+@pytest.mark.parametrize("name", ["", "../x", "/etc/passwd", "a/b", "\x00", "C:\\x", "[", "."])
 async def test_any_name_is_kept_apart_from_any_other(
     ours: EncryptedArtifactService, name: str
 ) -> None:

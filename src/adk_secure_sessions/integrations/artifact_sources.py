@@ -308,8 +308,8 @@ class GcsArtifacts(ArtifactSource):
         for scope, blobs in groupby(listed, lambda blob: blob.name.split("/", 3)[:3]):
             found: dict[str, list[tuple[int, Any]]] = {}
             for blob in blobs:
-                name, _, number = "/".join(blob.name.split("/", 3)[3:]).rpartition("/")
-                if name and number.isascii() and number.isdecimal():
+                name, slash, number = "/".join(blob.name.split("/", 3)[3:]).rpartition("/")
+                if slash and number.isascii() and number.isdecimal():
                     found.setdefault(name, []).append((int(number), blob))
             for name, numbered in sorted(found.items()):
                 app_name, user_id, session_id = scope

@@ -374,8 +374,6 @@ async def _recording_rejections(
 def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> Address:
     """Check the arguments; return where the artifact is stored."""
     check_ids(app_name, user_id, session_id or "", filename=filename)
-    if not filename:
-        raise InputValidationError("filename must not be empty.")
     if filename.startswith(USER_PREFIX):
         session_id = None
     elif session_id is None:
