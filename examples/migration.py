@@ -58,7 +58,7 @@ async def run(directory: Path) -> None:
         print("\ncompare reads both sides, and decrypts the copy:")
         comparison = await compare(source, target)
         print(f"  equal in every field: {comparison.equal} of {comparison.sessions}")
-        assert comparison.clean
+        assert comparison.all_equal
 
         print("\nerase_source compares once more, and deletes the plaintext:")
         erasure = await erase_source(source, target)

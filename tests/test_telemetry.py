@@ -396,7 +396,7 @@ def _commands(say: Say, directory: str) -> None:
         async with Database(url, backend) as db:
             tables = AdkTables(source)
             await migrate(tables, db, progress=progress)
-            assert (await compare(tables, db, progress=progress)).clean
+            assert (await compare(tables, db, progress=progress)).all_equal
             await export_lines(db, lambda line: None, progress=progress)
             await export_to_adk(db, AdkTarget(f"sqlite:///{directory}/out.db"), progress=progress)
             await erase_source(tables, db, progress=progress)

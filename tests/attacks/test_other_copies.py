@@ -263,7 +263,7 @@ async def test_source_of_a_migration_is_not_erased_if_the_target_is_an_older_cop
         Database(f"sqlite:///{tmp_path}/copy.db", BACKEND) as db,
     ):
         done = await erase_source(source, db)
-    assert (done.comparison.clean, done.sessions) == (False, 0)
+    assert (done.comparison.all_equal, done.sessions) == (False, 0)
     for number in range(2):
         kept = await plain.get_session(app_name=APP, user_id="ada", session_id=f"s{number}")
         assert kept is not None

@@ -81,7 +81,7 @@ async def _migrate(source: AdkTables, db: Database) -> int:
 
 async def _compare(source: AdkTables, db: Database) -> int:
     done = await compare(source, db)
-    assert done.clean
+    assert done.all_equal
     return done.events
 
 

@@ -28,10 +28,10 @@ from adk_secure_sessions.migration.adk_sql import TableKind
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import (
+    ListedSession,
     Selection,
     SessionContent,
     Source,
-    SourceSession,
     Unreadable,
 )
 from tests.conformance.support import ADK
@@ -203,14 +203,14 @@ async def append(service: BaseSessionService, session: Session, event: Event) ->
     return found
 
 
-async def listed(source: Source, selection: Selection = ALL) -> list[SourceSession]:
+async def listed(source: Source, selection: Selection = ALL) -> list[ListedSession]:
     return [session async for batch in source.sessions(selection) for session in batch]
 
 
 async def contents(
     source: Source, selection: Selection = ALL
-) -> dict[SourceSession, SessionContent | Unreadable]:
-    found: dict[SourceSession, SessionContent | Unreadable] = {}
+) -> dict[ListedSession, SessionContent | Unreadable]:
+    found: dict[ListedSession, SessionContent | Unreadable] = {}
     async for batch in source.sessions(selection):
         found.update(await source.read(batch))
     return found

@@ -19,9 +19,9 @@ from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats.json_text import JsonObject, encode_state
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
+    ListedSession,
     Selection,
     SessionContent,
-    SourceSession,
     States,
     Unreadable,
 )
@@ -42,7 +42,7 @@ class MemoryLookup(AdkTables):
     """Sessions of the app `APP` in memory."""
 
     def __init__(self) -> None:
-        self.sessions_by_ids: dict[tuple[str, str], tuple[SourceSession, SessionContent]] = {}
+        self.sessions_by_ids: dict[tuple[str, str], tuple[ListedSession, SessionContent]] = {}
         self.unreadable: set[tuple[str, str]] = set()
         self.users: dict[str, JsonObject] = {}
         self.app: JsonObject = {}
@@ -61,7 +61,7 @@ class MemoryLookup(AdkTables):
         ]
         end = (START + len(texts)) * 1_000_000
         content = SessionContent(encode_state(state), history, START * 1_000_000, end)
-        session = SourceSession(APP, user_id, session_id, etag)
+        session = ListedSession(APP, user_id, session_id, etag)
         self.sessions_by_ids[user_id, session_id] = session, content
 
     async def _query(self, name: str) -> None:
@@ -96,13 +96,13 @@ class MemoryLookup(AdkTables):
     async def count(self, selection: Selection) -> int:
         return len(self.sessions_by_ids)
 
-    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         await self._query("sessions")
         yield [session for session, _ in self.sessions_by_ids.values()]
 
     async def read(
-        self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
+        self, sessions: Sequence[ListedSession]
+    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
         await self._query("read")
         return {
             session: self._content(session[1:3])
@@ -115,14 +115,14 @@ class MemoryLookup(AdkTables):
         yield {(APP, user_id): encode_state(state) for user_id, state in self.users.items()}
         yield {(APP,): encode_state(self.app)}
 
-    async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
+    async def find(self, app_name: str, user_id: str, session_id: str) -> ListedSession | None:
         await self._query("find")
         found = self.sessions_by_ids.get((user_id, session_id))
         return found[0] if found and app_name == APP else None
 
     async def sessions_of(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
+    ) -> AsyncIterator[Mapping[ListedSession, SessionContent | Unreadable]]:
         await self._query("headers")
         yield {
             session: self._header(key)

@@ -18,10 +18,10 @@ from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.migration.sources import (
+    ListedSession,
     Selection,
     SessionContent,
     Source,
-    SourceSession,
     States,
     Unreadable,
     encoded_state,
@@ -56,7 +56,7 @@ class MemorySource(Source):
         self.versions: dict[Ids, int] = {}
         self.users: dict[tuple[str, str], JsonObject | Unreadable] = {}
         self.apps: dict[str, JsonObject | Unreadable] = {}
-        self.before_read: Callable[[Sequence[SourceSession]], None] = lambda sessions: None
+        self.before_read: Callable[[Sequence[ListedSession]], None] = lambda sessions: None
         self.reads = 0
         self._batch = batch
 
@@ -110,18 +110,18 @@ class MemorySource(Source):
     async def count(self, selection: Selection) -> int:
         return len(self._in(selection))
 
-    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         last: Ids | None = None
         while True:
             page = [ids for ids in self._in(selection) if last is None or ids > last][: self._batch]
             if not page:
                 return
-            yield [SourceSession(*ids, str(self.versions[ids])) for ids in page]
+            yield [ListedSession(*ids, str(self.versions[ids])) for ids in page]
             last = page[-1]
 
     async def read(
-        self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
+        self, sessions: Sequence[ListedSession]
+    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
         self.before_read(sessions)
         self.reads += len(sessions)
         return {one: self.contents[one[:3]] for one in sessions if one[:3] in self.contents}

@@ -63,8 +63,8 @@ async def delete(url: str, user: str, session: str) -> None:
 
 async def contents(
     source: Source, selection: Selection = ALL
-) -> dict[tuple[str, str, str], SessionContent | Unreadable]:
-    found: dict[tuple[str, str, str], SessionContent | Unreadable] = {}
+) -> dict[tuple[str, ...], SessionContent | Unreadable]:
+    found: dict[tuple[str, ...], SessionContent | Unreadable] = {}
     async for batch in source.sessions(selection):
         read = await source.read(batch)
         assert set(read) <= set(batch)

@@ -13,9 +13,9 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.migration import adk_sql
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
+    ListedSession,
     Selection,
     SessionContent,
-    SourceSession,
     Unreadable,
 )
 from tests.drivers import each_driver, on_drivers, server, url  # noqa: F401 - fixtures
@@ -55,7 +55,7 @@ async def add(adk: DatabaseSessionService, user: str, session_id: str, events: i
         await adk.append_event(session, event)
 
 
-async def listed(source: AdkTables, user: str | None) -> dict[SourceSession, Any]:
+async def listed(source: AdkTables, user: str | None) -> dict[ListedSession, Any]:
     return {
         session: header
         async for batch in source.sessions_of(APP, user)

@@ -48,8 +48,8 @@ async def test_equal_sides_end_the_migration(url: str) -> None:
     assert not await is_complete(url)
     done = await compared(source, url)
     assert numbers(done) == {"sessions": 8, "equal": 8, "events": 12, "states": 3}
-    assert done.clean
-    assert done.completed
+    assert done.all_equal
+    assert done.mark_stored
     assert await is_complete(url)
 
 
@@ -58,7 +58,7 @@ async def test_part_of_a_source_does_not_end_the_migration(file_url: str) -> Non
     await copy(source, file_url)
     for selection in (Selection(APP), Selection(since=0)):
         done = await compared(source, file_url, selection=selection)
-        assert (done.clean, done.completed, done.sessions) == (True, False, 8)
+        assert (done.all_equal, done.mark_stored, done.sessions) == (True, False, 8)
     assert not await is_complete(file_url)
 
 
@@ -73,10 +73,10 @@ async def test_session_that_has_expired_on_both_sides_is_not_gone(url: str) -> N
     source.remove("ada", "expires later")
     assert (await copy(source, url)).gone == 1
     done = await compared(source, url)
-    assert (done.changed, done.clean) == (1, False)
+    assert (done.changed, done.all_equal) == (1, False)
     source.put("ada", "expires later")
     await copy(source, url)
-    assert (await compared(source, url)).completed
+    assert (await compared(source, url)).mark_stored
 
 
 async def test_copies_that_an_attacker_lets_expire_are_reported_as_different(
@@ -115,16 +115,16 @@ async def test_later_difference_withdraws_the_mark(url: str) -> None:
     await copy(source, url)
     backup = copying.deepcopy(source)
     source.put("carol", "later")
-    assert (await compared(backup, url)).completed
+    assert (await compared(backup, url)).mark_stored
     done = await compared(source, url)
-    assert (done.clean, done.withdrawn, done.missing) == (False, True, 1)
+    assert (done.all_equal, done.mark_withdrawn, done.missing) == (False, True, 1)
     assert not await is_complete(url)
-    assert not (await compared(source, url)).withdrawn, "there was no mark"
+    assert not (await compared(source, url)).mark_withdrawn, "there was no mark"
     await copy(source, url)
     done = await compared(source, url)
-    assert (done.completed, done.withdrawn) == (True, False)
+    assert (done.mark_stored, done.mark_withdrawn) == (True, False)
     source.put("ada", "s0", events=9)
-    assert (await compared(source, url, selection=Selection(APP))).withdrawn, "of a part, too"
+    assert (await compared(source, url, selection=Selection(APP))).mark_withdrawn, "of a part, too"
 
 
 async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
@@ -134,7 +134,7 @@ async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
         await db.imports.store_mark(source_is_erased=True)
     source.put("carol", "later")
     done = await compared(source, file_url)
-    assert (done.clean, done.withdrawn) == (False, False)
+    assert (done.all_equal, done.mark_withdrawn) == (False, False)
     assert await is_complete(file_url)
 
 
@@ -149,7 +149,7 @@ async def test_sessions_that_services_continued_are_compared_up_to_the_copied_pa
     await delete(url, "bob", "s2")
     done = await compared(source, url)
     assert numbers(done) == {"sessions": 8, "equal": 7, "events": 12, "states": 3}
-    assert done.completed
+    assert done.mark_stored
 
 
 async def test_every_difference_is_found(file_url: str) -> None:
@@ -157,7 +157,7 @@ async def test_every_difference_is_found(file_url: str) -> None:
     for number in range(4, 8):
         source.put("ada", f"s{number}", events=number)
     await copy(source, file_url)
-    assert (await compared(source, file_url, selection=Selection(APP))).clean
+    assert (await compared(source, file_url, selection=Selection(APP))).all_equal
     source.put("ada", "s0", events=0, state={"n": False})
     source.put("ada", "s1", events=[event(0, "other")], state={"n": 1})
     source.put("ada", "s2", events=[event(1), event(0)], state={"n": 2})
@@ -177,8 +177,8 @@ async def test_every_difference_is_found(file_url: str) -> None:
         "sessions": 12, "equal": 4, "missing": 1, "different": 8, "bad": 2, "changed": 1,
         "events": done.events, "states": 6,
     }  # fmt: skip
-    assert not done.clean
-    assert not done.completed
+    assert not done.all_equal
+    assert not done.mark_stored
     reasons = {one.session_id or one.user_id: one.detail for one in done.findings}
     behind = "it has changed in the source since it was copied; different: "
     assert reasons == {
@@ -215,7 +215,7 @@ async def test_row_that_was_tampered_with_is_no_deletion_and_no_change(
     await copy(source, file_url)
     assert run_sql(file_url, attack)
     done = await compared(source, file_url)
-    assert (done.equal, done.clean, done.completed) == (0, False, False)
+    assert (done.equal, done.all_equal, done.mark_stored) == (0, False, False)
     assert done.different >= 8
 
 
@@ -223,7 +223,7 @@ async def test_unchanged_content_with_a_new_version_is_equal(file_url: str) -> N
     source = filled()
     await copy(source, file_url)
     source.put("ada", "s2", events=2, state={"n": 2})
-    assert (await compared(source, file_url)).clean
+    assert (await compared(source, file_url)).all_equal
 
 
 async def test_changes_during_the_comparison_are_noticed(file_url: str) -> None:
@@ -237,7 +237,7 @@ async def test_changes_during_the_comparison_are_noticed(file_url: str) -> None:
 
     source.before_read = write
     done = await compared(source, file_url)
-    assert (done.changed, done.different, done.clean, done.completed) == (2, 1, False, False)
+    assert (done.changed, done.different, done.all_equal, done.mark_stored) == (2, 1, False, False)
 
 
 async def test_service_that_writes_during_the_comparison_makes_no_difference(
@@ -259,7 +259,7 @@ async def test_service_that_writes_during_the_comparison_makes_no_difference(
 
     again.read = read  # type: ignore[method-assign]
     done = await compared(again, file_url)
-    assert (done.clean, done.equal) == (True, 8)
+    assert (done.all_equal, done.equal) == (True, 8)
 
 
 async def test_erased_source_is_no_difference_after_the_end_of_the_migration(
@@ -268,7 +268,7 @@ async def test_erased_source_is_no_difference_after_the_end_of_the_migration(
     source = filled()
     await copy(source, file_url)
     assert (await compared(MemorySource(), file_url)).changed == 8
-    assert (await compared(source, file_url)).completed
+    assert (await compared(source, file_url)).mark_stored
     assert (await compared(MemorySource(), file_url)).changed == 0
     assert (await copy(MemorySource(), file_url)).gone == 0
 

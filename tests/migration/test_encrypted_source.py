@@ -21,9 +21,9 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource
 from adk_secure_sessions.migration.sources import (
+    ListedSession,
     Selection,
     SessionContent,
-    SourceSession,
     Unreadable,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
@@ -169,7 +169,7 @@ async def test_session_that_was_deleted_or_has_expired_is_omitted(file_url: str)
         )
         (batch,) = [batch async for batch in source.sessions(ALL)]
         await of.delete_session(app_name=APP, user_id="u", session_id="gone")
-        read = await source.read([*batch, SourceSession(APP, "u", "expired", "1.0")])
+        read = await source.read([*batch, ListedSession(APP, "u", "expired", "1.0")])
         assert {one.session_id for one in read} == {"later"}
         (later,) = read.values()
         assert isinstance(later, SessionContent)

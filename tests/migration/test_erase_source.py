@@ -144,12 +144,12 @@ async def test_everything_that_was_copied_is_deleted(source_url: str, target_url
     assert rows(source_url) == [6, 18, 1, 2]
     dry = await erased(source_url, target_url, dry_run=True)
     assert numbers(dry) == (6, 18, 3)
-    assert not dry.comparison.completed
+    assert not dry.comparison.mark_stored
     assert rows(source_url) == [6, 18, 1, 2]
     done = await erased(source_url, target_url)
     assert numbers(done) == (6, 18, 3)
     assert done.succeeded is ("mariadb" not in source_url)
-    assert done.comparison.completed
+    assert done.comparison.mark_stored
     assert rows(source_url) == [0, 0, 0, 0]
     async with service(target_url) as made:
         listed = await made.list_sessions(app_name=APP)
@@ -224,7 +224,7 @@ async def test_nothing_is_deleted_if_the_source_changes_after_the_comparison(
         source_url, target_url, lambda: write_more(source_url, "ada", "s1", **late)
     )
     assert (numbers(done), done.source_changed, done.succeeded) == ((0, 0, 0), True, False)
-    assert done.comparison.withdrawn
+    assert done.comparison.mark_withdrawn
     assert rows(source_url) == [6, 19, 1, 2]
     async with database(target_url) as db:
         assert await db.imports.migration_mark() is None
@@ -312,7 +312,7 @@ async def test_session_created_again_in_an_erased_source_replaces_nothing(
         assert (done.copied, done.conflicts) == (0, 2)
         with pytest.raises(ConfigurationError, match="omit --delete-gone"):
             await migrate(source, db, delete_gone=True)
-        assert not (await compare(source, db)).clean
+        assert not (await compare(source, db)).all_equal
 
 
 async def test_one_database_can_be_source_and_target(tmp_path: Path) -> None:
@@ -416,5 +416,5 @@ async def test_session_that_was_gone_while_it_was_read_is_not_erased(
 
             source.read = reading  # type: ignore[assignment,method-assign]
             done = await erase_source(source, db)
-        assert (done.comparison.clean, done.comparison.changed, done.sessions) == (False, 1, 0)
+        assert (done.comparison.all_equal, done.comparison.changed, done.sessions) == (False, 1, 0)
         assert file.execute("SELECT count(*) FROM sessions").fetchone() == (2,)

@@ -12,7 +12,7 @@ from sqlalchemy import URL
 from adk_secure_sessions import AesGcmBackend, DatabaseError
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import compare, migrate
-from adk_secure_sessions.migration.sources import SourceSession
+from adk_secure_sessions.migration.sources import ListedSession
 from tests import servers
 from tests.faults import Point, lost, with_faults
 from tests.migration.memory_source import MemorySource, event
@@ -36,7 +36,7 @@ def filled(sessions: int = 20, events: int = 20) -> MemorySource:
 
 async def is_equal(source: MemorySource, url: str) -> bool:
     async with database(url) as db:
-        return (await compare(source, db)).clean
+        return (await compare(source, db)).all_equal
 
 
 async def test_full_disk_ends_the_run_and_the_next_one_continues(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ async def test_server_restarted_during_the_copy_loses_nothing(
     url, source = server_url.render_as_string(hide_password=False), filled()
     restarts: list[int] = []
 
-    def restart(sessions: Sequence[SourceSession]) -> None:
+    def restart(sessions: Sequence[ListedSession]) -> None:
         if source.reads and not restarts:
             private.stop()
             private.start()

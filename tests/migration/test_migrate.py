@@ -18,7 +18,7 @@ from adk_secure_sessions.maintenance import Database, purge_sessions, rotate_dat
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration import Selection, compare, migrate
 from adk_secure_sessions.migration.source_scan import SourceScan
-from adk_secure_sessions.migration.sources import SessionContent, SourceSession, Unreadable
+from adk_secure_sessions.migration.sources import ListedSession, SessionContent, Unreadable
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import query, run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event, event_of_another_adk
@@ -92,7 +92,7 @@ async def test_expiry_is_copied(file_url: str) -> None:
         source.put("ada", name, updated_at=now - 1_000_000, expires_at=expires_at)
     assert (await copy(source, file_url)).succeeded
     async with database(file_url) as db:
-        assert (await compare(source, db)).clean
+        assert (await compare(source, db)).all_equal
         for name in expiries:
             source.put("ada", name, updated_at=now - 1_000_000, expires_at=now + 7200 * 1_000_000)
         assert (await compare(source, db)).different == 2
@@ -114,7 +114,7 @@ async def test_copies_may_expire_though_the_source_does_not(file_url: str) -> No
     assert await stored(file_url, "ada", "new") is not None
     assert await stored(file_url, "ada", "own") is not None
     async with database(file_url) as db:
-        assert (await compare(source, db)).clean
+        assert (await compare(source, db)).all_equal
         assert (await purge_sessions(db)).deleted == 1
 
 
@@ -225,7 +225,7 @@ async def test_copies_of_another_source_are_not_gone_if_it_has_other_apps(file_u
     assert (await copy(first, file_url)).succeeded
     assert (await copy(second, file_url, delete_gone=True)).succeeded
     async with database(file_url) as db:
-        assert (await compare(second, db)).clean
+        assert (await compare(second, db)).all_equal
         assert await db.imports.withdraw_mark()
     assert numbers(await copy(empty, file_url)) == {"states": 1, "gone": 1}
     first.remove("ada", "s0")
@@ -238,14 +238,14 @@ async def test_gone_session_that_a_service_continues_meanwhile_is_neither_delete
     source = filled()
     await copy(source, file_url)
     source.remove("ada", "s0")
-    without_source = SourceScan.gone_copies
+    rescan = SourceScan.rescan
 
     async def continued_after(scan: SourceScan) -> AsyncIterator[Any]:
-        async for found in without_source(scan):
+        async for found in rescan(scan):
             await append(file_url, "ada", "s0")
             yield found
 
-    monkeypatch.setattr(SourceScan, "gone_copies", continued_after)
+    monkeypatch.setattr(SourceScan, "rescan", continued_after)
     assert (await copy(source, file_url, delete_gone=True)).gone == 0
     assert await stored(file_url, "ada", "s0") is not None
 
@@ -266,7 +266,7 @@ async def test_empty_source_deletes_nothing(file_url: str) -> None:
 async def test_run_says_how_many_sessions_it_is_behind(file_url: str) -> None:
     source = filled(sessions=10)
 
-    def write(sessions: Sequence[SourceSession]) -> None:
+    def write(sessions: Sequence[ListedSession]) -> None:
         source.before_read = lambda sessions: None
         source.put("ada", "a new session, before those that were listed", events=1)
         source.put("bob", "s9", events=4)

@@ -287,14 +287,14 @@ async def test_named_apps_are_not_everything_that_was_to_be_copied(tmp_path: Pat
     async with ServiceSource(service, ["a"]) as source, database(url) as db:
         assert (await migrate(source, db)).copied == 1
         done = await compare(source, db)
-        assert (done.clean, done.completed) == (True, False)
+        assert (done.all_equal, done.mark_stored) == (True, False)
         assert await db.imports.migration_mark() is None
         of_b = ServiceSource(service, ["b"])
         assert (await migrate(of_b, db)).succeeded
-        assert (await compare(of_b, db)).clean
+        assert (await compare(of_b, db)).all_equal
         for no_app in (ServiceSource(service, []), ServiceSource(InMemorySessionService(), ["b"])):
             assert (await migrate(no_app, db)).gone == 0
         with pytest.raises(ConfigurationError, match="without app_name"):
             await migrate(source, db, delete_gone=True)
         assert (await migrate(source, db, selection=only_a, delete_gone=True)).gone == 0
-        assert (await compare(source, db, selection=only_a)).clean
+        assert (await compare(source, db, selection=only_a)).all_equal

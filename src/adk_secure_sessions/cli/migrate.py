@@ -279,14 +279,14 @@ def copy_notes(result: "migration.Migration", dry_run: bool) -> Iterator[str]:
 
 
 def comparison_notes(result: "migration.Comparison", dry_run: bool = False) -> Iterator[str]:
-    if not result.clean:
+    if not result.all_equal:
         yield "the two sides are not equal; next: run `migrate copy`, then compare again"
-        if result.withdrawn:
+        if result.mark_withdrawn:
             yield (
                 "an earlier comparison had stored the mark that ends the migration: it was "
                 "withdrawn, so services with a fallback read the source again"
             )
-    elif result.completed:
+    elif result.mark_stored:
         yield (
             "everything was copied: the database now has the mark that ends the migration, so "
             "services no longer read the source"
@@ -303,7 +303,7 @@ def source_erasure_notes(result: "migration.SourceErasure", dry_run: bool) -> It
             "nothing was deleted, because the source has changed since it was compared: end every "
             "process that writes to it, then copy and compare again"
         )
-    elif not result.comparison.clean:
+    elif not result.comparison.all_equal:
         yield "nothing was deleted"
     elif not dry_run:
         for obstacle in result.obstacles:

@@ -22,7 +22,7 @@ from adk_secure_sessions.integrations.blob_store import (
     OBJECT_NAME,
     BlobStore,
     StoredObject,
-    missing_blob,
+    missing_blob_error,
 )
 from adk_secure_sessions.keys.remote import check_transport, require
 
@@ -261,7 +261,7 @@ class _Bucket(BlobStore):
             check_size(answer.meta["size"], size)
             return await answer.bytes_async()
 
-        missing = missing_blob("store")
+        missing = missing_blob_error("store")
         try:
             return bytes(await self._call(call, missing))
         except ArtifactStoreError:
@@ -316,34 +316,34 @@ class _Bucket(BlobStore):
         except TamperedError:
             raise
         except Exception as error:
-            raise _translate(error, missing) from None
+            raise _translated_error(error, missing) from None
 
 
-def _translate(error: Exception, missing: Exception | None) -> Exception:
+def _translated_error(error: Exception, missing: Exception | None) -> Exception:
     """Return our error for *error* of obstore."""
     from obstore import exceptions
 
-    missing = missing or _failed("the bucket does not exist; create it, or check the URL")
+    missing = missing or _store_error("the bucket does not exist; create it, or check the URL")
     if isinstance(error, FileNotFoundError):
         return missing
     if isinstance(error, TimeoutError):
-        return _failed("no answer in time; check its address and the network", retryable=True)
+        return _store_error("no answer in time; check its address and the network", retryable=True)
     text = str(error)
     if _FULL.search(text):
-        return _failed("it is full; free some space, or raise its quota", retryable=True)
+        return _store_error("it is full; free some space, or raise its quota", retryable=True)
     denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
     # If a listing fails, the class of obstore's error does not tell the cause, but the text of the
     # error contains the HTTP status.
     status = _STATUS.search(text)
     if isinstance(error, denied) or (status and status[1] in ("401", "403")):
-        return _failed("access was denied; check the credentials and their permissions")
+        return _store_error("access was denied; check the credentials and their permissions")
     if status and status[1] == "404":
         return missing
-    return _failed(
+    return _store_error(
         "it cannot be reached, or failed; check its address, credentials, network and status",
         retryable=True,
     )
 
 
-def _failed(text: str, *, retryable: bool = False) -> ArtifactStoreError:
+def _store_error(text: str, *, retryable: bool = False) -> ArtifactStoreError:
     return ArtifactStoreError(f"the artifact store: {text}", retryable=retryable)

@@ -31,7 +31,7 @@ from adk_secure_sessions.integrations.blob_store import (
     OBJECT_NAME,
     BlobStore,
     StoredObject,
-    missing_blob,
+    missing_blob_error,
 )
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class BlobDirectory(BlobStore):
                     return file.read(stop - start)
         except OSError as error:
             if error.errno == errno.ENOENT:
-                raise missing_blob("directory") from None
+                raise missing_blob_error("directory") from None
             if error.errno not in _REPLACED:
                 raise
         raise TamperedError(

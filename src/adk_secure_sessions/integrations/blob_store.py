@@ -225,7 +225,7 @@ class BlobStore(ABC):
         """Return the objects in *folder*, or in all folders of blobs."""
 
 
-def missing_blob(place: str) -> TamperedError:
+def missing_blob_error(place: str) -> TamperedError:
     return TamperedError(
         f"a blob is missing: it was deleted outside the service, or this is not the {place} that "
         "it was written to",

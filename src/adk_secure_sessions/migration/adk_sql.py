@@ -28,9 +28,9 @@ from adk_secure_sessions.migration.sources import (
     SEE_LIMITS,
     ConversionError,
     Ids,
+    ListedSession,
     Selection,
     SessionContent,
-    SourceSession,
     States,
     Unreadable,
     try_convert,
@@ -98,7 +98,7 @@ _SESSION_EVENTS = ADK_SESSIONS.join(_EVENTS, sa.and_(*(key == id_ for key, id_ i
 
 T = TypeVar("T")
 # A session, its row, and the rows of its events.
-SessionWithRows = tuple[SourceSession, Row, list[Row]]
+SessionWithRows = tuple[ListedSession, Row, list[Row]]
 # The keys of apps or users, each with the unconverted state.
 StateRows = Sequence[tuple[Ids, Any]]
 
@@ -111,7 +111,7 @@ def _pages(read: Callable[[Ids | None], list[T]]) -> Iterator[list[T]]:
 
 
 def end_of(page: Sequence[Any]) -> Ids:
-    """Return the key of the last row of a page, a `SourceSession` or a key with more values."""
+    """Return the key of the last row of a page, a `ListedSession` or a key with more values."""
     ids: Ids = page[-1][0][:3]
     return ids
 
@@ -176,7 +176,7 @@ class AdkQueries:
 
     def session_page(
         self, connection: sa.Connection, selection: Selection, after: Ids | None, limit: int
-    ) -> list[tuple[SourceSession, int]]:
+    ) -> list[tuple[ListedSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
         *after* is the key of the last row before them (see `end_of`); None for the first page.
@@ -198,7 +198,7 @@ class AdkQueries:
         limit: int,
         state: sa.ColumnElement[Any],
         size: sa.ColumnElement[Any],
-    ) -> list[tuple[SourceSession, Any, Any]]:
+    ) -> list[tuple[ListedSession, Any, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
         conditions = [*conditions, *self._after(_SESSION_KEY, after)]
         chosen = sa.select(*_SESSION_KEY, *_columns(state)).where(*conditions)
@@ -216,10 +216,10 @@ class AdkQueries:
             number, total = counts.get(tuple(row[:3]), (0, 0))
             created, updated = map(_time_as_text, (row.create_time, row.update_time))
             etag = f"{created} {updated} {number}"
-            sessions.append((SourceSession(key[0], key[1], key[2], etag), row, total))
+            sessions.append((ListedSession(key[0], key[1], key[2], etag), row, total))
         return sessions
 
-    def session_versions(self, connection: sa.Connection) -> Iterator[SourceSession]:
+    def session_versions(self, connection: sa.Connection) -> Iterator[ListedSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
         sizes = sa.null(), sa.literal(0)
         for page in _pages(lambda after: self._sessions(connection, [], after, PAGE, *sizes)):
@@ -244,7 +244,7 @@ class AdkQueries:
         return sessions, events, sum(states)
 
     def with_events(
-        self, connection: sa.Connection, sessions: Sequence[SourceSession]
+        self, connection: sa.Connection, sessions: Sequence[ListedSession]
     ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
@@ -255,7 +255,7 @@ class AdkQueries:
         for app_name, user_id, session_id, *columns in self._events(connection, keys):
             if (session_rows := rows_of.get((app_name, user_id, session_id))) is not None:
                 session_rows[1].append(columns)
-        by_ids: dict[Ids, SourceSession] = {session.ids: session for session in sessions}
+        by_ids: dict[Ids, ListedSession] = {session.ids: session for session in sessions}
         found = ((by_ids.get(self._text_ids(ids)), rows) for ids, rows in rows_of.items())
         return [(session, *rows) for session, rows in found if session is not None]
 
@@ -296,7 +296,7 @@ class AdkQueries:
 
     def convert_sessions(
         self, found: Sequence[SessionWithRows]
-    ) -> dict[SourceSession, SessionContent | Unreadable]:
+    ) -> dict[ListedSession, SessionContent | Unreadable]:
         return {session[0]: try_convert(self.convert_session, *session) for session in found}
 
     def convert_states(self, rows: StateRows) -> States:
@@ -307,7 +307,7 @@ class AdkQueries:
         return self.convert_state(stored)
 
     def convert_session(
-        self, session: SourceSession, row: Any, history: list[Row]
+        self, session: ListedSession, row: Any, history: list[Row]
     ) -> SessionContent:
         """Convert a row of `with_events` or `sessions_with_prefix`, and the rows of its events."""
         adk_rows.require_valid_ids(*session.ids)

@@ -36,10 +36,10 @@ from adk_secure_sessions.migration.adk_sql import (
 )
 from adk_secure_sessions.migration.sources import (
     ConversionError,
+    ListedSession,
     Selection,
     SessionContent,
     Source,
-    SourceSession,
     States,
     Unreadable,
 )
@@ -123,14 +123,14 @@ class AdkTables(Source):
     async def count(self, selection: Selection) -> int:
         return await self._run(AdkQueries.count, selection=selection)
 
-    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         async for page in self._pages(AdkQueries.session_page, adk_sql.PAGE, selection=selection):
             for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
     async def read(
-        self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
+        self, sessions: Sequence[ListedSession]
+    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
         dialect = (await self.queries()).dialect
         sessions = [session for session in sessions if can_store(dialect, *session.ids)]
         if not sessions:
@@ -146,7 +146,7 @@ class AdkTables(Source):
             if others := await self._run(AdkQueries.states_of_other_spellings, **part):
                 yield await self._converted(AdkQueries.convert_states, others)
 
-    async def find(self, app_name: str, user_id: str, session_id: str) -> SourceSession | None:
+    async def find(self, app_name: str, user_id: str, session_id: str) -> ListedSession | None:
         """Return the session with these ids; None if there is none."""
         key = (app_name, user_id, session_id)
         rows = await self._run(AdkQueries.sessions_with_prefix, key=key, after=None, limit=1)
@@ -154,7 +154,7 @@ class AdkTables(Source):
 
     async def sessions_of(
         self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[SourceSession, SessionContent | Unreadable]]:
+    ) -> AsyncIterator[Mapping[ListedSession, SessionContent | Unreadable]]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""
         key = (app_name,) if user_id is None else (app_name, user_id)
         async for rows in self._pages(

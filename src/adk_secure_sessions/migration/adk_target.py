@@ -44,8 +44,8 @@ from adk_secure_sessions.migration.compare import differences, is_same_state
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
+    ListedSession,
     SessionContent,
-    SourceSession,
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
@@ -170,7 +170,7 @@ class AdkTarget(ClosedByWith):
 
         The result does not contain the sessions that the target does not have.
         """
-        sessions = [SourceSession(ids[0], ids[1], ids[2], "") for ids in contents]
+        sessions = [ListedSession(ids[0], ids[1], ids[2], "") for ids in contents]
         stored_contents = await self._reader.read(sessions)
         reasons: dict[Ids, str] = {}
         for session, (ids, content) in zip(sessions, contents.items(), strict=True):

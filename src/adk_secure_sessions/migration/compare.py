@@ -13,6 +13,7 @@ from adk_secure_sessions.migration.findings import Finding, Findings
 from adk_secure_sessions.migration.source_scan import (
     CONFLICT_REASONS,
     DigestSet,
+    GoneCopy,
     SessionItem,
     SourceScan,
     StateItem,
@@ -55,12 +56,12 @@ class Comparison(Result):
         changed: How many sessions were created or changed in the source during the comparison, plus
             the copied sessions that the source no longer has.  Expired and continued copies do not
             count.
-        clean: Whether no session and no state is missing, different, bad or changed.
-        completed: Whether this run has stored the mark that ends the migration, because the
-            comparison was clean, included everything, and found a session or a state.
-        withdrawn: Whether this run has removed the mark of an earlier comparison, because this
-            comparison was not clean.
-        findings: The first 1000 sessions and states that prevented a clean comparison.
+        all_equal: Whether no session and no state is missing, different, bad or changed.
+        mark_stored: Whether this run has stored the mark that ends the migration, because the
+            comparison included everything, found a session or a state, and all were equal.
+        mark_withdrawn: Whether this run has removed the mark of an earlier comparison, because not
+            all were equal.
+        findings: The first 1000 sessions and states that are missing, different, bad or changed.
         seconds: How long the comparison took.
     """
 
@@ -72,9 +73,9 @@ class Comparison(Result):
     different: int = counter("item", "different or in conflict", is_failure=True)
     bad: int = counter("item", "cannot be read in the source", is_failure=True)
     changed: int = counter("session", "deleted, created or changed in the source", is_failure=True)
-    clean: bool = False
-    completed: bool = False
-    withdrawn: bool = False
+    all_equal: bool = False
+    mark_stored: bool = False
+    mark_withdrawn: bool = False
     findings: tuple[Finding, ...] = listing("missing", "different", "bad", "changed")
     seconds: float = 0.0
 
@@ -94,12 +95,12 @@ async def compare(
     order of its events.  If a service continued a session in the target, only the time of its
     creation and the copied events are compared.
 
-    If *selection* is everything, *source* is not empty and no `ServiceSource`, and the comparison
-    is clean, this function stores an authenticated mark in the target.  The mark ends the
-    migration: `PlaintextFallbackService` no longer reads the source.  The mark says nothing about
-    another source, for example if *source* is an old backup of a database that is still in use.  If
-    a later comparison is not clean, that comparison removes the mark, unless `erase_source` may
-    have deleted rows of the source meanwhile.  This function changes nothing else.
+    If *selection* is everything, *source* is not empty and no `ServiceSource`, and all is equal,
+    this function stores an authenticated mark in the target.  The mark ends the migration:
+    `PlaintextFallbackService` no longer reads the source.  The mark says nothing about another
+    source, for example if *source* is an old backup of a database that is still in use.  If a later
+    comparison finds a difference, that comparison removes the mark, unless `erase_source` may have
+    deleted rows of the source meanwhile.  This function changes nothing else.
     """
     return await ComparisonRun(source, db, selection, show_ids=show_ids).run(progress)
 
@@ -129,24 +130,25 @@ class ComparisonRun:
         async for batch in self.scan.states():
             for state in batch:
                 await self._compare_state(state)
-        async for session in self.scan.changed_or_new():
-            result.changed += 1
-            tag = self.scan.tag(session.ids, has_ids=session.has_ids)
-            self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *session.ids)
-        async for ids, tag, reason, row in self.scan.gone_copies():
-            result.different += row is None
-            result.changed += row is not None
-            self._findings.add(tag, reason, *ids)
+        async for found in self.scan.rescan():
+            is_unreadable = isinstance(found, GoneCopy) and found.row is None
+            result.different += is_unreadable
+            result.changed += not is_unreadable
+            if isinstance(found, GoneCopy):
+                self._findings.add(found.tag, found.reason, *found.ids)
+            else:
+                tag = self.scan.tag(found.ids)
+                self._findings.add(tag, _REASONS[ImportStatus.OUTDATED], *found.ids)
         self._meter.finish()
-        result.clean = result.succeeded
+        result.all_equal = result.succeeded
         is_whole = self._selection == EVERYTHING and self._source.has_all_apps
-        result.completed = (
-            stores_mark and result.clean and is_whole and result.sessions + result.states > 0
+        result.mark_stored = (
+            stores_mark and result.all_equal and is_whole and result.sessions + result.states > 0
         )
-        if result.completed:
+        if result.mark_stored:
             await db.imports.store_mark()
-        if stores_mark and not result.clean:
-            result.withdrawn = await db.imports.withdraw_mark()
+        if stores_mark and not result.all_equal:
+            result.mark_withdrawn = await db.imports.withdraw_mark()
         return self._findings.write_to(result)
 
     async def _compare(self, item: SessionItem) -> None:

@@ -23,12 +23,13 @@ from adk_secure_sessions.maintenance.row_scan import (
 from adk_secure_sessions.migration.sources import (
     SEE_LIMITS,
     Ids,
+    ListedSession,
     Selection,
     SessionContent,
     Source,
-    SourceSession,
     States,
     Unreadable,
+    UnreadableIds,
 )
 from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.features.imports import SourceEvent
@@ -91,7 +92,7 @@ class EncryptedSource(Source):
         ((number,),) = await self._db.runner.data.read(query, parameters)
         return int(number)
 
-    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         async for page in scan_sessions(self._db):
             wanted = [session for session in page if _is_wanted(session, selection)]
             sizes = await self._sizes([session.id for session in wanted])
@@ -100,8 +101,8 @@ class EncryptedSource(Source):
                 yield [_source_session(session) for session, _size in batch]
 
     async def read(
-        self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
+        self, sessions: Sequence[ListedSession]
+    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
         contents = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
         pairs = zip(sessions, contents, strict=True)
         return {session: content for session, content in pairs if content is not None}
@@ -123,8 +124,8 @@ class EncryptedSource(Source):
                         states[ids] = owner.state
                     except DecryptionError as error:
                         name = f"{table.name} row {row.id}"
-                        ids = (name,) if table is apps else ("", name)
-                        states[ids] = Unreadable(str(error), has_ids=False)
+                        unreadable = UnreadableIds((name,) if table is apps else ("", name))
+                        states[unreadable] = Unreadable(str(error))
                 yield states
 
     async def has_artifacts_or_memory(self) -> bool:
@@ -159,17 +160,17 @@ def _is_wanted(session: ScannedSession, selection: Selection) -> bool:
     return is_recent and selection.app_name in (None, ids.app_name)
 
 
-def _source_session(session: ScannedSession) -> SourceSession:
+def _source_session(session: ScannedSession) -> ListedSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
     if isinstance(ids, DecryptionError):
-        return SourceSession("", "", name, "", str(ids))
+        return ListedSession("", "", name, "", str(ids))
     # Each change of a session increases its revision; one that is created again has another row id.
-    return SourceSession(*ids, f"{session.id}.{session.row.revision}")
+    return ListedSession(*ids, f"{session.id}.{session.row.revision}")
 
 
-async def _content(db: Database, session: SourceSession) -> SessionContent | Unreadable | None:
-    if not session.has_ids:
-        return Unreadable(session.reason, has_ids=False)
+async def _content(db: Database, session: ListedSession) -> SessionContent | Unreadable | None:
+    if session.reason:
+        return Unreadable(session.reason)
     try:
         content = await session_content(db, *session.ids)
     except DecryptionError as error:

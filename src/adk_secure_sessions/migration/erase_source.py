@@ -52,9 +52,9 @@ class SourceErasure(Result):
     def succeeded(self) -> bool:
         """Whether everything was deleted, and the bytes of the rows removed.
 
-        After a dry run, whether the comparison was clean.
+        After a dry run, whether both sides are equal.
         """
-        return self.comparison.clean and not self.source_changed and not self.obstacles
+        return self.comparison.all_equal and not self.source_changed and not self.obstacles
 
 
 @audited_command
@@ -66,7 +66,7 @@ async def erase_source(
     show_ids: bool = False,
     progress: Progress | None = None,
 ) -> SourceErasure:
-    """Compare *source* with its copy in *db*; if the comparison is clean, delete *source*'s rows.
+    """Compare *source* with its copy in *db*; if all is equal, delete *source*'s rows.
 
     One transaction locks the tables, and deletes all sessions, events and states.  If a session or
     state has changed since the comparison, nothing is deleted.  Afterwards, the bytes of the
@@ -91,7 +91,7 @@ async def erase_source(
         )
     run = ComparisonRun(source, db, EVERYTHING, show_ids=show_ids)
     comparison = await run.run(progress, stores_mark=not dry_run)
-    if not comparison.clean:
+    if not comparison.all_equal:
         return SourceErasure(comparison)
     if dry_run:
         return SourceErasure(comparison, comparison.sessions, comparison.events, comparison.states)
@@ -99,7 +99,7 @@ async def erase_source(
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
     # An empty source is perhaps the wrong one, and ends no migration.
-    imports, has_ended = db.imports, comparison.completed
+    imports, has_ended = db.imports, comparison.mark_stored
     is_new = has_ended and await imports.store_mark(source_is_erased=True)
     queries, executor = await source.queries(), source.writer()
     # Also contains attempts whose connection was lost: they may have been committed.
@@ -122,8 +122,8 @@ async def erase_source(
         elif is_new:
             await imports.withdraw_mark(source_is_kept=True)
     if not is_deleted:
-        comparison.clean = comparison.completed = False
-        comparison.withdrawn = await imports.withdraw_mark()
+        comparison.all_equal = comparison.mark_stored = False
+        comparison.mark_withdrawn = await imports.withdraw_mark()
         if attempts:
             raise DatabaseError(
                 "an attempt to delete the source was interrupted, and somebody has written to it "

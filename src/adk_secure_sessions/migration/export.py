@@ -24,6 +24,7 @@ from adk_secure_sessions.migration.sources import (
     Selection,
     SessionContent,
     Unreadable,
+    UnreadableIds,
 )
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import reads
@@ -159,7 +160,7 @@ class _ExportRun(ABC):
                 batch = [
                     session
                     for session in batch
-                    if session.user_id == self._user_id or not session.has_ids
+                    if session.user_id == self._user_id or session.reason
                 ]
             contents = await self._source.read(batch)
             for session in contents:
@@ -169,7 +170,7 @@ class _ExportRun(ABC):
             }
             for session, content in contents.items():
                 if reports and isinstance(content, Unreadable):
-                    self._reject(session.ids, content.reason, has_ids=content.has_ids)
+                    self._reject(session.ids, content.reason)
             await self._meter.advance(len(contents))
 
     async def _readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
@@ -181,7 +182,7 @@ class _ExportRun(ABC):
                     if self._is_wanted(*ids):
                         yield ids, state
                 elif reports:
-                    self._reject(ids, state.reason, has_ids=state.has_ids)
+                    self._reject(ids, state.reason)
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
         is_of_user = app_name in self._users and user_id in (None, self._user_id)
@@ -193,9 +194,10 @@ class _ExportRun(ABC):
             self._users[app_name] = self._index_master.tag_of(app_name, user_id).hex()
             add_facts(users=list(self._users.values()))
 
-    def _reject(self, ids: Ids, reason: str, *, has_ids: bool = True) -> None:
+    def _reject(self, ids: Ids, reason: str) -> None:
         self._result.bad += 1
-        self._findings.add(self._index_master.tag_of(*ids) if has_ids else b"", reason, *ids)
+        tag = b"" if isinstance(ids, UnreadableIds) else self._index_master.tag_of(*ids)
+        self._findings.add(tag, reason, *ids)
         if not self._skip_bad:
             raise StopAtBad
 

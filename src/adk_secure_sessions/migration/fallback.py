@@ -37,9 +37,9 @@ from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.package_1x import Package1x
 from adk_secure_sessions.migration.sources import (
     Ids,
+    ListedSession,
     Selection,
     SessionContent,
-    SourceSession,
     Unreadable,
 )
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
@@ -358,7 +358,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     async def _source_sessions(
         self, app_name: str, user_id: str | None
-    ) -> dict[SourceSession, SessionContent]:
+    ) -> dict[ListedSession, SessionContent]:
         """Return the sessions of the source that were not superseded and have not expired."""
         contents = {}
         async for batch in self._read_batches(self._source.sessions_of(app_name, user_id)):
@@ -441,7 +441,7 @@ reject_unknown_methods(PlaintextFallbackService, BaseSessionService)
 
 
 def _to_session(
-    session: SourceSession, content: SessionContent, app_state: bytes, user_state: bytes
+    session: ListedSession, content: SessionContent, app_state: bytes, user_state: bytes
 ) -> Session:
     """Return a session of the source without events, for a listing.
 

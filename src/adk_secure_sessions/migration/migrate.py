@@ -24,6 +24,7 @@ from adk_secure_sessions.migration.source_scan import (
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
+    ListedSession,
     Selection,
     SessionContent,
     Source,
@@ -166,9 +167,7 @@ async def migrate(
     )
     try:
         await run.copy()
-        async for _ in run.scan.changed_or_new():  # also finds the copies for `report_gone`
-            result.behind += 1
-        await run.report_gone(delete=delete_gone)
+        await run.rescan(delete_gone=delete_gone)
         run.meter.finish()
     except StopAtBad:
         result.stopped = True
@@ -306,28 +305,33 @@ class _MigrationRun:
         if not self.skip_bad:
             raise StopAtBad
 
-    async def report_gone(self, *, delete: bool) -> None:
-        """List the copied sessions that the source no longer has; with *delete*, delete them."""
-        if delete and self.scan.has_unknown_ids:
+    async def rescan(self, *, delete_gone: bool) -> None:
+        """Count the sessions that have changed, and list or delete the copies of those that are
+        gone.
+        """
+        async for found in self.scan.rescan():
+            if isinstance(found, ListedSession):
+                self.result.behind += 1
+                continue
+            ids, tag, reason, row = found
+            if row is None:
+                self.result.bad += 1
+            elif delete_gone and not self.scan.processed_versions:
+                raise ConfigurationError(
+                    "the source has no sessions, although sessions were copied before: nothing was "
+                    "deleted; check the URL of the source"
+                )
+            elif delete_gone and self.writes and not await self._delete_copy(ids, row):
+                continue
+            else:
+                self.result.gone += 1
+            self.findings.add(tag, reason, *ids)
+        if delete_gone and self.scan.has_unreadable_ids:
             raise ConfigurationError(
                 "the source has sessions whose ids cannot be decrypted, so any copy may be a copy "
                 "of them: nothing was deleted; check the root keys and the backends of the source, "
                 "or omit --delete-gone (delete_gone)"
             )
-        async for ids, tag, reason, row in self.scan.gone_copies():
-            if row is None:
-                self.result.bad += 1
-                self.findings.add(tag, reason, *ids)
-                continue
-            if delete and not self.scan.processed_versions:
-                raise ConfigurationError(
-                    "the source has no sessions, although sessions were copied before: nothing was "
-                    "deleted; check the URL of the source"
-                )
-            if delete and self.writes and not await self._delete_copy(ids, row):
-                continue
-            self.result.gone += 1
-            self.findings.add(tag, reason, *ids)
 
     async def _delete_copy(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
         """Delete a copied session; return False if a service has continued or deleted it."""

@@ -27,8 +27,8 @@ from adk_secure_sessions.migration.adk_sql import (
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ConversionError,
+    ListedSession,
     SessionContent,
-    SourceSession,
     Unreadable,
     try_convert,
 )
@@ -128,7 +128,7 @@ class _Package1xQueries(AdkQueries):
         self.kind = kind_of_adk(connection, set(), {column["name"]: column for column in columns})
 
     def convert_session(
-        self, session: SourceSession, row: Any, history: list[Row]
+        self, session: ListedSession, row: Any, history: list[Row]
     ) -> SessionContent:
         decrypted = super().convert_session(session, row, history)
         state = decrypted.state

@@ -16,10 +16,10 @@ from adk_secure_sessions.migration.adk_rows import convert_event, require_valid_
 from adk_secure_sessions.migration.sources import (
     SEE_LIMITS,
     ConversionError,
+    ListedSession,
     Selection,
     SessionContent,
     Source,
-    SourceSession,
     States,
     Unreadable,
     encoded_state,
@@ -83,7 +83,7 @@ class ServiceSource(Source):
         self._compares_events = compares_events
         # The contents of the batch that `sessions` yielded last, so that the first `read` need not
         # read them again.  Empty if `compares_events` is False.
-        self._contents: dict[SourceSession, _Content] = {}
+        self._contents: dict[ListedSession, _Content] = {}
 
     @property
     def description(self) -> str:
@@ -93,7 +93,7 @@ class ServiceSource(Source):
         by_app = [await self._listed(name, selection.since) for name in self._apps(selection)]
         return sum(map(len, by_app))
 
-    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         size = _AT_ONCE if self._compares_events else _BATCH
         for app_name in self._apps(selection):
             listed = await self._listed(app_name, selection.since)
@@ -107,13 +107,13 @@ class ServiceSource(Source):
                     yield batch
         self._contents = {}
 
-    async def read(self, sessions: Sequence[SourceSession]) -> Mapping[SourceSession, _Content]:
+    async def read(self, sessions: Sequence[ListedSession]) -> Mapping[ListedSession, _Content]:
         known = {key: self._contents.pop(key) for key in sessions if key in self._contents}
         return known | await self._read([key for key in sessions if key not in known])
 
     async def _read(
-        self, keys: Sequence[SourceSession], *, counts_events: bool = False
-    ) -> dict[SourceSession, _Content]:
+        self, keys: Sequence[ListedSession], *, counts_events: bool = False
+    ) -> dict[ListedSession, _Content]:
         """Read sessions; with *counts_events*, their etags contain the number of events."""
         contents = {}
         service_sessions = await in_groups(_AT_ONCE, self._get, keys)
@@ -128,7 +128,7 @@ class ServiceSource(Source):
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for app_name in self._apps(selection):
             sessions = await self._listed(app_name)
-            by_user: dict[str, list[SourceSession]]
+            by_user: dict[str, list[ListedSession]]
             by_user = {user_id: [] for user_id in self._user_ids.get(app_name, ())}
             for source_session in sessions:
                 by_user.setdefault(source_session.user_id, []).append(source_session)
@@ -149,7 +149,7 @@ class ServiceSource(Source):
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]
 
-    async def _listed(self, app_name: str, since: int | None = None) -> list[SourceSession]:
+    async def _listed(self, app_name: str, since: int | None = None) -> list[ListedSession]:
         """Return the sessions of an app that were updated at *since* or later, sorted by ids.
 
         Their etags are their last update times.
@@ -162,11 +162,11 @@ class ServiceSource(Source):
                 # NaN, which is no time, is in every selection: `read` rejects it.
                 if since is None or not session.last_update_time < since / 1_000_000:
                     etag = repr(session.last_update_time)
-                    key = SourceSession(app_name, session.user_id, session.id, etag)
+                    key = ListedSession(app_name, session.user_id, session.id, etag)
                     keys[key.ids] = key
         return sorted(keys.values())
 
-    async def _get(self, session: SourceSession, **options: Any) -> Session | None:
+    async def _get(self, session: ListedSession, **options: Any) -> Session | None:
         return await self._service.get_session(
             app_name=session.app_name,
             user_id=session.user_id,
@@ -174,7 +174,7 @@ class ServiceSource(Source):
             **options,
         )
 
-    async def _newest(self, sessions: Sequence[SourceSession]) -> Session | None:
+    async def _newest(self, sessions: Sequence[ListedSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
         for candidate in sorted(sessions, key=lambda session: float(session.etag), reverse=True):
             session = await self._get(candidate, config=GetSessionConfig(num_recent_events=0))
@@ -183,7 +183,7 @@ class ServiceSource(Source):
         return None
 
     async def _user_state(
-        self, app_name: str, user_id: str, sessions: Sequence[SourceSession]
+        self, app_name: str, user_id: str, sessions: Sequence[ListedSession]
     ) -> JsonObject | None:
         get: Callable[..., Any] | None = getattr(self._service, "get_user_state", None)
         if get is not None:  # google-adk 2.6 and later
@@ -195,7 +195,7 @@ class ServiceSource(Source):
         return None if session is None else json_text.split_scopes(session.state).user
 
 
-def _content(key: SourceSession, session: Session) -> SessionContent:
+def _content(key: ListedSession, session: Session) -> SessionContent:
     require_valid_ids(*key.ids)
     state = encoded_state(json_text.split_scopes(session.state).session)
     converted: list[SourceEvent] = []

@@ -19,12 +19,13 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.maintenance.row_scan import sessions_in_rows
 from adk_secure_sessions.migration.sources import (
     Ids,
+    ListedSession,
     Selection,
     SessionContent,
     Source,
-    SourceSession,
     States,
     Unreadable,
+    UnreadableIds,
 )
 from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.storage.schema import MigratedRow, apps, migrated, sessions, users
@@ -56,7 +57,7 @@ class SourceItem(Generic[C]):
 class SessionItem(SourceItem[SessionContent | Unreadable | None]):
     """A session; *content* is None if it was not read."""
 
-    session: SourceSession
+    session: ListedSession
     copied_event_count: int = 0  # of the earlier copy
 
 
@@ -99,15 +100,16 @@ class SourceScan:
         # when it was read, is none of them: a replica that lagged behind may list it again.
         self.processed_versions: DigestSet = DigestSet()
         self._tags = DigestSet()  # of the sessions that were listed first
-        self._unseen_copies: dict[bytes, int] = {}
         # The apps whose copies may be gone.  The copies of other apps are those of another source.
         self._app_names = {self.selection.app_name} - {None}
         # Whether a session was listed whose ids cannot be decrypted: any copy may be its copy.
-        self.has_unknown_ids: bool = False
+        self.has_unreadable_ids: bool = False
 
-    def tag(self, ids: Ids, *, has_ids: bool = True) -> bytes:
-        """Return the blind index; empty if the target has no keys, or if *has_ids* is False."""
-        return self.index_master.tag_of(*ids) if self.index_master and has_ids else b""
+    def tag(self, ids: Ids) -> bytes:
+        """Return the blind index; empty for `UnreadableIds`, or if the target has no keys."""
+        if self.index_master is None or isinstance(ids, UnreadableIds):
+            return b""
+        return self.index_master.tag_of(*ids)
 
     async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
@@ -121,9 +123,9 @@ class SourceScan:
             if items_read := await self._with_contents(due):
                 yield items_read
 
-    async def _list_sessions(self) -> AsyncIterator[Sequence[SourceSession]]:
+    async def _list_sessions(self) -> AsyncIterator[Sequence[ListedSession]]:
         async for batch in self.source.sessions(self.selection):
-            self.has_unknown_ids |= not all(session.has_ids for session in batch)
+            self.has_unreadable_ids |= any(session.reason for session in batch)
             self._app_names.update(session.app_name for session in batch)
             yield batch
 
@@ -142,33 +144,31 @@ class SourceScan:
         """Return *item* with its present status in the target."""
         return (await self._state_items({item.ids: item.content}))[0]
 
-    async def changed_or_new(self) -> AsyncIterator[SourceSession]:
-        """Yield the sessions that were created or changed in the source since they were listed."""
-        await self._find_unseen_copies()
-        async for batch in self._list_sessions():
-            for session in batch:
-                if self._unseen_copies:
-                    self._unseen_copies.pop(self.tag(session.ids), None)
-                if session not in self.processed_versions:
-                    yield session
-
-    async def gone_copies(self) -> AsyncIterator[GoneCopy]:
-        """Yield each copy whose session the source no longer lists.
+    async def rescan(self) -> AsyncIterator[ListedSession | GoneCopy]:
+        """List the source again.  First yield the sessions that were created or changed since they
+        were listed, then each copy whose session the source no longer lists.
 
         Only copies of apps that the source has now count.  If it has none and reads all apps, the
         copies of every app count, and the caller decides whether it is the wrong source.  Copies
         that were continued or have expired are left out: the source may not list an expired
-        session.  Nothing is yielded with `since`, after a comparison has ended the migration, or
+        session.  No copy is yielded with `since`, after a comparison has ended the migration, or
         if ids of the source cannot be decrypted.
         """
+        unseen_copies = await self._unseen_copies()
+        async for batch in self._list_sessions():
+            for session in batch:
+                if unseen_copies:
+                    unseen_copies.pop(self.tag(session.ids), None)
+                if session not in self.processed_versions:
+                    yield session
         has_apps = bool(self._app_names)
-        if self.has_unknown_ids or not (has_apps or self.source.has_all_apps):
+        if self.has_unreadable_ids or not (has_apps or self.source.has_all_apps):
             return
-        for tag, row in self._unseen_copies.items():
+        for tag, row in unseen_copies.items():
             for scanned in await sessions_in_rows(self.target, [row]):
                 if isinstance(scanned.ids_or_error, DecryptionError):
-                    ids = ("", "", f"{sessions.name} row {row}")
-                    yield GoneCopy(ids, tag, undecryptable_reason(scanned.ids_or_error))
+                    name = f"{sessions.name} row {row}"
+                    yield GoneCopy(("", "", name), tag, undecryptable_reason(scanned.ids_or_error))
                     continue
                 ids = scanned.ids_or_error
                 has_expired = scanned.row.expires_at <= time_now()
@@ -179,13 +179,14 @@ class SourceScan:
                 if copy and copy.is_untouched:
                     yield GoneCopy(ids, tag, GONE_REASON, copy.row)
 
-    async def _find_unseen_copies(self) -> None:
-        """Find the rows of the copied sessions that were not listed; they are unauthenticated."""
+    async def _unseen_copies(self) -> dict[bytes, int]:
+        """Return the row ids, which are unauthenticated, of the copies that were not listed."""
+        copies: dict[bytes, int] = {}
         target, app_name = self.target, self.selection.app_name
         if self.index_master is None or self.selection.since is not None:
-            return
+            return copies
         if await target.imports.migration_mark() or not await target.imports.feature.is_added():
-            return
+            return copies
         parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
         query, size = _select_copies(app_name is not None), target.limits.ids_per_statement
         read, key = target.runner.data.read, migrated.c.tag
@@ -194,16 +195,17 @@ class SourceScan:
                 # SQLite stores any type in any column, so a modified tag may have another type.
                 key_tag = tag if isinstance(tag, bytes) else b""
                 if (key_tag,) not in self._tags:
-                    self._unseen_copies[key_tag] = row
+                    copies[key_tag] = row
+        return copies
 
-    async def _session_items(self, batch: Sequence[SourceSession]) -> list[SessionItem]:
+    async def _session_items(self, batch: Sequence[ListedSession]) -> list[SessionItem]:
         if self.index_master is None:
             return [SessionItem(session.ids, None, session=session) for session in batch]
-        tags = {session: self.tag(session.ids, has_ids=session.has_ids) for session in batch}
+        tags = {session: self.tag(session.ids) for session in batch}
         # Read these before the copies: one transaction stores a copy and its row.
         read, wanted = self.target.runner.data.read, filter(None, tags.values())
         stored_tags = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, wanted)}
-        known_ids = (session.ids for session in batch if session.has_ids)
+        known_ids = (session.ids for session in batch if not session.reason)
         copies = await self.target.imports.rows_for(known_ids)
         items: list[SessionItem] = []
         for session, tag in tags.items():
@@ -225,8 +227,7 @@ class SourceScan:
             if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
-            has_ids = isinstance(state, bytes) or state.has_ids
-            items.append(SourceItem(ids, state, self.tag(ids, has_ids=has_ids), status))
+            items.append(SourceItem(ids, state, self.tag(ids), status))
         return items
 
     async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:

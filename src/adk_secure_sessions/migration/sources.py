@@ -34,11 +34,15 @@ class Selection(NamedTuple):
 EVERYTHING = Selection()
 
 
-class SourceSession(NamedTuple):
-    """A session in a source, without its content.
+class UnreadableIds(tuple[str, ...]):
+    """Stand for ids that cannot be decrypted: the last one names a table and a row."""
+
+
+class ListedSession(NamedTuple):
+    """A session as a source lists it, without its content.
 
     *etag* is a text that differs after each change of the session in the source.  If the ids
-    cannot be decrypted, *reason* says why, and the session id is only a name for messages.
+    cannot be decrypted, *reason* says why, and `ids` is an `UnreadableIds`.
     """
 
     app_name: str
@@ -48,12 +52,8 @@ class SourceSession(NamedTuple):
     reason: str = ""
 
     @property
-    def ids(self) -> tuple[str, str, str]:
-        return self[:3]
-
-    @property
-    def has_ids(self) -> bool:
-        return not self.reason
+    def ids(self) -> Ids:
+        return UnreadableIds(self[:3]) if self.reason else self[:3]
 
 
 class SessionContent(NamedTuple):
@@ -95,13 +95,9 @@ class ConversionError(Exception):
 
 
 class Unreadable(NamedTuple):
-    """A session or a state that cannot be read; *reason* says why, without content.
-
-    *has_ids* is False if its ids cannot be decrypted: its key then has the table and the row.
-    """
+    """A session or a state that cannot be read; *reason* says why, without content."""
 
     reason: str
-    has_ids: bool = True
 
 
 # The states of users and apps as JSON.
@@ -143,13 +139,13 @@ class Source(ClosedByWith):
         """Return how many sessions *selection* contains."""
 
     @abstractmethod
-    def sessions(self, selection: Selection) -> AsyncIterator[Sequence[SourceSession]]:
+    def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         """Yield the sessions in *selection*, in batches, in an order that does not change."""
 
     @abstractmethod
     async def read(
-        self, sessions: Sequence[SourceSession]
-    ) -> Mapping[SourceSession, SessionContent | Unreadable]:
+        self, sessions: Sequence[ListedSession]
+    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted.
 
         The keys are elements of *sessions*.  A content may be newer than the etag of its key;
