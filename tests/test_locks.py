@@ -1,6 +1,7 @@
 """Locks and cancellation, on one event loop and on several."""
 
 import asyncio
+import gc
 import threading
 from functools import partial
 
@@ -114,6 +115,19 @@ async def test_cancelled_caller_waits_for_the_work_through_a_second_cancellation
     future.set_result("done")
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
+
+
+async def test_error_of_the_work_of_a_cancelled_caller_is_not_logged_as_never_retrieved() -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    future = pending()
+    task = await cancelled_while_running(future)
+    future.set_exception(RuntimeError("inside"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    del future, task
+    gc.collect()
+    assert reported == []
 
 
 async def test_timeout_that_had_to_wait_is_a_timeout_and_cancels_nothing_after_it() -> None:

@@ -91,7 +91,8 @@ async def await_to_end(
         await wait_ignoring_cancel(task)
         raise
     finally:
-        if on_success is not None and task.done() and not (task.cancelled() or task.exception()):
+        # In any case ask for the exception: of one that nobody asked for, asyncio logs an error.
+        if task.done() and not (task.cancelled() or task.exception()) and on_success is not None:
             on_success()
 
 
