@@ -129,7 +129,7 @@ class ComparisonRun:
             await in_groups(_READS_AT_ONCE, self._compare, sessions)
         async for batch in self.scan.states():
             for state in batch:
-                await self._compare_state(state)
+                await self._compare(state)
         async for found in self.scan.rescan():
             is_unreadable = isinstance(found, GoneCopy) and found.row is None
             result.different += is_unreadable
@@ -151,7 +151,7 @@ class ComparisonRun:
             result.mark_withdrawn = await db.imports.withdraw_mark()
         return self._findings.write_to(result)
 
-    async def _compare(self, item: SessionItem) -> None:
+    async def _compare(self, item: SessionItem | StateItem) -> None:
         reason = await self._reason(item)
         if reason and not isinstance(item.content, Unreadable):
             # A service or another run may have written meanwhile: compare once more.
@@ -159,66 +159,53 @@ class ComparisonRun:
             if reread is None:
                 return
             item, reason = reread, await self._reason(reread)
-        self.scan.processed_versions.add(item.session)
-        self._result.sessions += 1
-        if not isinstance(item.content, SessionContent):
-            self._result.bad += 1
-        else:
-            self._result.events += len(item.content.events)
-            if not reason:
-                # A session that was deleted in the target has no copy that could be equal.
-                self._result.equal += item.status is not ImportStatus.DELETED
-            elif item.status is ImportStatus.NEW:
-                self._result.missing += 1
-            else:
-                self._result.different += 1
+        result, content = self._result, item.content
+        if isinstance(content, Unreadable):
+            result.bad += 1
+        elif reason:
+            is_missing = isinstance(item, SessionItem) and item.status is ImportStatus.NEW
+            result.missing += is_missing
+            result.different += not is_missing
         if reason:
             self._findings.add(item.tag, reason, *item.ids)
-        await self._meter.advance()
+        if isinstance(item, SessionItem):
+            self.scan.processed_versions.add(item.session)
+            result.sessions += 1
+            if isinstance(content, SessionContent):
+                result.events += len(content.events)
+                # A session that was deleted in the target has no copy that could be equal.
+                result.equal += not reason and item.status is not ImportStatus.DELETED
+            await self._meter.advance()
+        else:
+            result.states += 1
+            if not reason and isinstance(content, bytes):
+                self.equal_states.add((*item.ids, content))
 
-    async def _reason(self, item: SessionItem) -> str:
-        """Return why the session is not equal; empty if it is, or was continued or deleted."""
-        if isinstance(item.content, Unreadable):
-            return item.content.reason
-        assert item.content is not None
-        if item.status is ImportStatus.NEW or item.status in CONFLICT_REASONS:
-            return _REASONS[item.status]
-        # Try to read the session even if its row is not stored.  If an attacker has removed only
-        # this row, the read raises an error.
+    async def _reason(self, item: SessionItem | StateItem) -> str:
+        """Return why the item is not equal; empty if it is, or was continued or deleted."""
+        content, status = item.content, item.status
+        if isinstance(content, Unreadable):
+            return content.reason
         try:
+            if isinstance(content, bytes):
+                is_same = is_same_state(content, await owner_state(self._db, *item.ids))
+                is_later = status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
+                return "" if is_later or is_same else _REASONS[status]
+            if status is ImportStatus.NEW or status in CONFLICT_REASONS:
+                return _REASONS[status]
+            # Try to read the session even if its row is not stored.  If an attacker has removed
+            # only this row, the read raises an error.
             copy = await session_content(self._db, *item.ids)
         except DecryptionError as error:
             return undecryptable_reason(error)
-        if copy is None or item.status is ImportStatus.DELETED:
+        if copy is None or status is ImportStatus.DELETED:
             return ""
-        event_count = item.copied_event_count if item.status is ImportStatus.CONTINUED else None
-        different = differences(item.content, copy, event_count=event_count)
-        is_outdated = different and item.status is ImportStatus.OUTDATED
-        return f"{_REASONS[item.status]}; {different}" if is_outdated else different
-
-    async def _compare_state(self, item: StateItem) -> None:
-        self._result.states += 1
-        content = item.content
-        if isinstance(content, Unreadable):
-            self._result.bad += 1
-            self._findings.add(item.tag, content.reason, *item.ids)
-            return
-        if reason := await self._state_reason(item, content):
-            reason = await self._state_reason(await self.scan.state_read_again(item), content)
-        if reason:
-            self._result.different += 1
-            self._findings.add(item.tag, reason, *item.ids)
-        else:
-            self.equal_states.add((*item.ids, content))
-
-    async def _state_reason(self, item: StateItem, state: bytes) -> str:
-        """Return why *state* is not equal; empty if it is, or was changed later in the target."""
-        is_later = item.status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
-        try:
-            is_same = is_same_state(state, await owner_state(self._db, *item.ids))
-        except DecryptionError as error:
-            return undecryptable_reason(error)
-        return "" if is_later or is_same else _REASONS[item.status]
+        assert isinstance(item, SessionItem)
+        assert content is not None
+        event_count = item.copied_event_count if status is ImportStatus.CONTINUED else None
+        different = differences(content, copy, event_count=event_count)
+        is_outdated = different and status is ImportStatus.OUTDATED
+        return f"{_REASONS[status]}; {different}" if is_outdated else different
 
 
 # --- fields --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import in_groups
@@ -17,13 +16,13 @@ from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.source_scan import (
     CONFLICT_REASONS,
     SessionItem,
-    SourceItem,
     SourceScan,
     StateItem,
     undecryptable_reason,
 )
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
+    Ids,
     ListedSession,
     Selection,
     SessionContent,
@@ -204,33 +203,45 @@ class _MigrationRun:
             due = {item.ids: item for item in sessions if isinstance(item.content, SessionContent)}
             for length in 1, 2:
                 firsts = {ids[:length]: ids for ids in reversed(due)}.values()
-                await in_groups(number, self._copy_session, [due.pop(ids) for ids in firsts])
+                await in_groups(number, self._copy, [due.pop(ids) for ids in firsts])
             unread = [item for item in sessions if not isinstance(item.content, SessionContent)]
-            await in_groups(number, self._copy_session, [*due.values(), *unread])
+            await in_groups(number, self._copy, [*due.values(), *unread])
         async for batch in self.scan.states():
-            await in_groups(number, self._copy_state, batch)
+            await in_groups(number, self._copy, batch)
 
-    async def _copy_session(self, item: SessionItem) -> None:
-        self.scan.processed_versions.add(item.session)
-        status, content = item.status, item.content
-        if isinstance(content, SessionContent):
-            content = content.with_lifetime(self.lifetime)
-            await self.throttle.advance(len(content.events))
-            try:
+    async def _copy(self, item: SessionItem | StateItem) -> None:
+        result, status, content = self.result, item.status, item.content
+        if isinstance(item, SessionItem):
+            self.scan.processed_versions.add(item.session)
+        try:
+            if isinstance(item, SessionItem) and isinstance(content, SessionContent):
+                content = content.with_lifetime(self.lifetime)
+                await self.throttle.advance(len(content.events))
                 status = await self._import_session(item, content)
-            except DecryptionError as error:
-                if not self.skip_bad:
-                    raise
-                content = Unreadable(undecryptable_reason(error))
+            elif isinstance(content, bytes) and (status.is_due or status in CONFLICT_REASONS):
+                status = await self._import_state(item.ids, status, content)
+        except DecryptionError as error:
+            if not self.skip_bad:
+                raise
+            content = Unreadable(undecryptable_reason(error))
         if isinstance(content, Unreadable):
-            self._report_bad(item, content.reason)
-        elif content is not None and status.is_due:
-            self.result.copied += 1
-            self.result.events += len(content.events)
-            self.result.expired += content.has_expired
-        elif not self._report_if_conflict(item, status):
-            self.result.unchanged += 1
-        await self.meter.advance()
+            result.bad += 1
+            self.findings.add(item.tag, content.reason, *item.ids)
+            if not self.skip_bad:
+                raise StopAtBad
+        elif status in CONFLICT_REASONS:
+            result.conflicts += 1
+            self.findings.add(item.tag, CONFLICT_REASONS[status], *item.ids)
+        elif not isinstance(item, SessionItem):
+            result.states += status.is_due
+        elif isinstance(content, SessionContent) and status.is_due:
+            result.copied += 1
+            result.events += len(content.events)
+            result.expired += content.has_expired
+        else:
+            result.unchanged += 1
+        if isinstance(item, SessionItem):
+            await self.meter.advance()
 
     async def _import_session(self, item: SessionItem, content: SessionContent) -> ImportStatus:
         is_outdated = item.status is ImportStatus.OUTDATED
@@ -245,14 +256,6 @@ class _MigrationRun:
             replace=is_outdated,
         )
 
-    def _report_if_conflict(self, item: SourceItem[Any], status: ImportStatus) -> bool:
-        """Return whether *status* is a conflict; if it is, count and list *item*."""
-        if status not in CONFLICT_REASONS:
-            return False
-        self.result.conflicts += 1
-        self.findings.add(item.tag, CONFLICT_REASONS[status], *item.ids)
-        return True
-
     async def _may_replace_copy(self, item: SessionItem, content: SessionContent) -> bool:
         """Return False if the source was erased, and *content* lacks events of the copy.
 
@@ -266,44 +269,23 @@ class _MigrationRun:
         beginning = content._replace(events=content.events[:number])
         return not differences(beginning, copy, event_count=number)
 
-    async def _copy_state(self, item: StateItem) -> None:
-        status = item.status
-        if isinstance(item.content, Unreadable):
-            self._report_bad(item, item.content.reason)
-        elif status.is_due or status in CONFLICT_REASONS:
-            try:
-                status = await self._import_state(item, item.content)
-            except DecryptionError as error:
-                if not self.skip_bad:
-                    raise
-                self._report_bad(item, undecryptable_reason(error))
-                return
-            self._report_if_conflict(item, status)
-            self.result.states += status.is_due
-
-    async def _import_state(self, item: StateItem, state: bytes) -> ImportStatus:
+    async def _import_state(self, ids: Ids, status: ImportStatus, state: bytes) -> ImportStatus:
         """Import *state*; a dry run predicts the result: it compares states, not versions."""
         if self.writes:
             return await self.target.imports.import_state(
-                item.ids, state, replace=not self.source_is_erased
+                ids, state, replace=not self.source_is_erased
             )
         if self.scan.index_master is None:
-            return item.status
-        stored = await owner_state(self.target, *item.ids)
-        if item.status is ImportStatus.NEW:
+            return status
+        stored = await owner_state(self.target, *ids)
+        if status is ImportStatus.NEW:
             is_same = is_same_state(state, stored)
             return ImportStatus.NEW if is_same or stored == b"{}" else ImportStatus.SAME_ID
-        copy = (await self.target.imports.rows_for([item.ids]))[item.ids]
+        copy = (await self.target.imports.rows_for([ids]))[ids]
         if copy.row.is_tombstone or copy.current_version is None:
             return ImportStatus.DELETED
         can_replace = copy.has_state(stored) and not self.source_is_erased
         return ImportStatus.OUTDATED if can_replace else ImportStatus.CONFLICT
-
-    def _report_bad(self, item: SourceItem[Any], reason: str) -> None:
-        self.result.bad += 1
-        self.findings.add(item.tag, reason, *item.ids)
-        if not self.skip_bad:
-            raise StopAtBad
 
     async def rescan(self, *, delete_gone: bool) -> None:
         """Count the sessions that have changed, and list or delete the copies of those that are

@@ -129,8 +129,13 @@ class SourceScan:
             self._app_names.update(session.app_name for session in batch)
             yield batch
 
-    async def read_again(self, item: SessionItem) -> SessionItem | None:
-        """Return *item* with its present status and content; None if the source deleted it."""
+    async def read_again(self, item: SessionItem | StateItem) -> SessionItem | StateItem | None:
+        """Return *item* with its present status in the target.
+
+        The content of a session is also read again: return None if the source has deleted it.
+        """
+        if not isinstance(item, SessionItem):
+            return (await self._state_items({item.ids: item.content}))[0]
         items = await self._with_contents(await self._session_items([item.session]))
         return items[0] if items else None
 
@@ -139,10 +144,6 @@ class SourceScan:
         async for batch in self.source.states(self.selection):
             self._app_names.update(ids[0] for ids in batch)
             yield await self._state_items(batch)
-
-    async def state_read_again(self, item: StateItem) -> StateItem:
-        """Return *item* with its present status in the target."""
-        return (await self._state_items({item.ids: item.content}))[0]
 
     async def rescan(self) -> AsyncIterator[ListedSession | GoneCopy]:
         """List the source again.  First yield the sessions that were created or changed since they
