@@ -158,7 +158,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
                 arguments[plaintext_guard.URI_ARGUMENTS[kind][0]] = uri
     causes = plaintext_guard.plaintext_causes(arguments, os.environ)
     if refused := {kind: cause for kind, cause in causes.items() if kind not in allowed}:
-        raise Failure(plaintext_guard.rejection(refused), "PlaintextRefusedError")
+        raise Failure(plaintext_guard.rejection_text(refused), "PlaintextRefusedError")
     adk.register()
     plaintext_guard.guard_registry(get_service_registry(), allowed)
     _hide_ids_in_logs()

@@ -221,10 +221,10 @@ def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Even
     try:
         return validated(Event, fields)  # accepts lone surrogates, which the parser rejects
     except ValueError:
-        raise unreadable(table, named, writer) from None
+        raise unreadable_error(table, named, writer) from None
 
 
-def unreadable(table: str, row: str, writer: str) -> ConfigurationError:
+def unreadable_error(table: str, row: str, writer: str) -> ConfigurationError:
     """Return the error for a row that the version *writer* of google-adk wrote."""
     return ConfigurationError(
         f"{table} row {row} was written by google-adk {writer}, and the installed google-adk "

@@ -23,7 +23,7 @@ from google.genai import types
 
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.events import unreadable
+from adk_secure_sessions.formats.events import unreadable_error
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
 from adk_secure_sessions.storage.schema import SessionVersion, events
@@ -116,7 +116,7 @@ class Entry:
             content = validated(types.Content, json_text.loads(self.content))
         except ValueError:
             row = f"{session_row}, {self.item_number}"
-            raise unreadable(events.name, row, self.written_with) from None
+            raise unreadable_error(events.name, row, self.written_with) from None
         timestamp = self.timestamp
         if not isinstance(timestamp, str | None):
             timestamp = datetime.fromtimestamp(timestamp).isoformat()  # google-adk's format

@@ -97,7 +97,7 @@ def _scheme_of(uri: str, option: str) -> str:
     )
 
 
-def rejection(found: Mapping[str, str]) -> str:
+def rejection_text(found: Mapping[str, str]) -> str:
     """Return the text of an error for *found*, elements of `PLAINTEXT_KINDS` with the cause."""
     text = ", ".join(f"{kind} ({where})" for kind, where in found.items())
     uri = (
@@ -135,7 +135,9 @@ def _create_checked(kind: str, create: Callable[..., Any], uri: str, **options: 
             "google-adk's warning above"
         )
     if protection_of(service) == Protection.PLAINTEXT:
-        raise ConfigurationError(rejection({kind: f"--{option} makes a {type(service).__name__}"}))
+        raise ConfigurationError(
+            rejection_text({kind: f"--{option} makes a {type(service).__name__}"})
+        )
     return service
 
 
