@@ -256,11 +256,11 @@ class Stored:
             session_row(session),
         ]
         if snapshot is not None:
-            sealed = sealed_rows.seal_snapshot(sealing, session).state
+            sealed = sealed_rows.seal_snapshot(sealing, session).record
             self._rows.append(raw(SNAPSHOT, [session.row.id, session.row.base_revision], sealed))
         texts = [(b"event %d" % seq, 100 + seq) for seq in range(events)]
         for one in sealed_rows.seal_events(sealing, session.row.id, 0, texts, links, NO_LINK):
-            self._rows.append(raw(EVENT, [one.seq, one.time], one.event))
+            self._rows.append(raw(EVENT, [one.seq, one.time], one.record))
 
     def reading(self) -> Attempt:
         """An attempt that has read the stored data keys."""
@@ -280,15 +280,15 @@ class Stored:
 def owner_row(attempt: Attempt, owner: Owner) -> RawRow:
     row = sealed_rows.seal_owner(attempt, owner).row
     if isinstance(row, UserRow):
-        return raw(USER, [row.id, row.app_row, row.version], row.tag, row.state)
-    return raw(APP, [row.id, row.version], row.tag, row.app_name, row.state)
+        return raw(USER, [row.id, row.app_row, row.version], row.tag, row.record)
+    return raw(APP, [row.id, row.version], row.tag, row.app_name, row.record)
 
 
 def session_row(session: StoredSession) -> RawRow:
     row = session.row
     numbers = [row.id, row.user_row, row.revision, row.base_revision]
     numbers += [row.created_at, row.updated_at, row.expires_at, row.revision - 1]
-    return raw(SESSION, numbers, row.tag, row.state)
+    return raw(SESSION, numbers, row.tag, row.record)
 
 
 def witness_row(attempt: Attempt, owner_tag: bytes, tag: bytes, number: int, link: bytes) -> RawRow:

@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
-from adk_secure_sessions.storage.features.index_rows import index_row_id
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -273,9 +273,8 @@ class _Deletion:
         if not self._dry_run:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._user_row_ids:
-            self._delete_where(
-                state_index, state_index.c.row_id.in_(map(index_row_id, self._user_row_ids))
-            )
+            row_ids = map(index_rows.index_row_id, self._user_row_ids)
+            self._delete_where(state_index, state_index.c.row_id.in_(row_ids))
         for start in range(0, len(locked), self._row_ids_per_statement):
             ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
             self._delete_where(witnesses, witnesses.c.tag.in_(tags))

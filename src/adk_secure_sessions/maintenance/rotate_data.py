@@ -167,7 +167,7 @@ async def _records_of_owner(
         return None
     (owner_row,) = rows
     ids = (app_name_of(row.app_name),)
-    plaintext = keys.open(owner_row.tag, table.context(ids, owner_row), owner_row.state)
+    plaintext = keys.open(owner_row.tag, table.context(ids, owner_row), owner_row.record)
     if table is _USERS:
         _, plaintext = split_id(plaintext)
     _, key_ids, _ = split_owner(plaintext)

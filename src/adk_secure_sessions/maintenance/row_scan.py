@@ -174,10 +174,10 @@ def _decrypt_ids(
         with locating_errors(users.name, user.id):
             app_name = app_name_of(stored_name)
             context = _USERS.context((app_name,), user)
-            user_id, _ = split_id(keys.open(user.tag, context, user.state))
+            user_id, _ = split_id(keys.open(user.tag, context, user.record))
         with locating_errors(sessions.name, row.id):
             context = _SESSIONS.context((app_name, user_id), row)
-            session_id, _ = split_id(keys.open(user.tag, context, row.state))
+            session_id, _ = split_id(keys.open(user.tag, context, row.record))
     except DecryptionError as error:
         return ScannedSession(row, error)
     return ScannedSession(row, SessionIds(app_name, user_id, session_id))

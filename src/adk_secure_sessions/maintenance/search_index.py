@@ -18,7 +18,7 @@ from adk_secure_sessions.maintenance.problems import Problem, Problems, index_or
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import read_owner, scan_owners, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage.features.index_rows import check_key
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
 from adk_secure_sessions.storage.schema import Identity, sessions, state_index, users
 from adk_secure_sessions.storage.table_walk import row_ranges
@@ -120,7 +120,7 @@ async def fill_index(
     result.problems = tuple(problems.items)
     result.complete = skip_unreadable or not problems.count
     if result.complete:
-        await db.search_index.complete(tags)
+        await db.runner.data.run(partial(index_rows.complete, await db.keyring(), tags))
     meter.finish()
     return result
 
@@ -142,7 +142,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
         return IndexChange()
     tags = {index_master.state_key_tag(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
-    await db.search_index.withdraw(tags)
+    await db.runner.data.run(partial(index_rows.withdraw, tags))
     return IndexChange(removed=await _delete_rows(db, tags))
 
 
@@ -150,7 +150,7 @@ def _require_keys(keys: object) -> None:
     if isinstance(keys, str) or not isinstance(keys, Sequence) or not keys:
         raise ConfigurationError("keys must be a list of one or more keys of the state")
     for key in keys:
-        check_key(key)
+        index_rows.check_key(key)
 
 
 async def _identity(db: Database, app_name: str, table: sa.Table, row: Any) -> Identity | None:

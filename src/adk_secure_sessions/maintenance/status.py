@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, parse_checkpoints
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     SEALED,
@@ -229,10 +229,10 @@ async def _index_status(db: Database, survey: Survey) -> IndexStatus | None:
         return None
     ((rows,),) = await db.runner.data.read(_INDEXED, {})
     index_master = await _index_master(db)
-    marks = await read_marks(db.runner.data.read, index_master)
+    marks = await index_rows.read_marks(db.runner.data.read, index_master)
     if index_master is None:
         return IndexStatus(int(rows), len(marks), None, None)
-    complete = sum(state is IndexState.COMPLETE for _, state in marks)
+    complete = sum(state is index_rows.IndexState.COMPLETE for _, state in marks)
     tampered = sum(state is None for _, state in marks)
     return IndexStatus(int(rows), len(marks) - tampered, complete, tampered)
 

@@ -33,8 +33,8 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import key_operations, meta
+from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.imports import ImportMacs
-from adk_secure_sessions.storage.features.index_rows import IndexState, read_marks
 from adk_secure_sessions.storage.features.search_index import CheckIndexRows
 from adk_secure_sessions.storage.schema import (
     Identity,
@@ -152,12 +152,13 @@ class _Verifier:
         self._complete_index_tags: set[bytes] = set()
 
     async def check_marks(self) -> None:
-        for tag, state in await read_marks(self._db.runner.data.read, self._index_master):
+        read = self._db.runner.data.read
+        for tag, state in await index_rows.read_marks(read, self._index_master):
             self._needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
                 self.problems.add(state_index.name, name, Reason.MISMATCH, _WRONG_MARK)
-            elif state is IndexState.COMPLETE:
+            elif state is index_rows.IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
                 self._complete_index_tags.add(tag)
 

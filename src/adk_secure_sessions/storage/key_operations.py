@@ -68,7 +68,7 @@ class ReadOwner(StorageOperation[CheckedOwner | None]):
         if owner is None:
             return None
         row, seal = owner.row, rows.witnesses[owner.row.tag].seal
-        headers = _count_headers((sealed_rows.table_of(row), row.state), (WITNESSES, seal))
+        headers = _count_headers((sealed_rows.table_of(row), row.record), (WITNESSES, seal))
         return CheckedOwner(attempt.identity.app_name, owner, headers)
 
 
@@ -94,9 +94,9 @@ class CheckedSession(NamedTuple, Generic[E]):
     def count_headers(self) -> HeaderCounts:
         """Count the decrypted records of the session."""
         return _count_headers(
-            (SESSIONS, self.session.row.state),
+            (SESSIONS, self.session.row.record),
             (WITNESSES, self.rows.witnesses[self.session.row.tag].seal),
-            *((SNAPSHOTS, snapshot.state) for snapshot in self.rows.snapshots.values()),
+            *((SNAPSHOTS, snapshot.record) for snapshot in self.rows.snapshots.values()),
             *((EVENTS, event[EVENT_RECORD]) for event in self.rows.events),
         )
 
@@ -167,7 +167,7 @@ class RenewKey(Write[RenewedKey]):
         # A rotation does not have the options of the services, so it packs the row as it was.
         row = owner.row
         context = sealed_rows.table_of(row).context(attempt.identity.ids, row)
-        keys.packing = packing_of(keys.open_plaintext(row.tag, context, row.state, keep_packed))
+        keys.packing = packing_of(keys.open_plaintext(row.tag, context, row.record, keep_packed))
         if stored:
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)
@@ -194,7 +194,7 @@ class EnsureOwners(Write[TransactionKeys]):
         app, user = sealed_rows.open_owners(attempt, rows)
         if app and user:
             keys = attempt.keys
-            if all(keys.current_is_as_new_as(one.row.tag, one.row.state) for one in (app, user)):
+            if all(keys.current_is_as_new_as(one.row.tag, one.row.record) for one in (app, user)):
                 attempt.run_commit_callbacks()
                 return keys
         return await super().execute(attempt, executors)

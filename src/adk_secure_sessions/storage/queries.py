@@ -545,7 +545,7 @@ UPDATE_WITNESS = _update(witnesses, _equal(witnesses, "at", "tag", "number"), "n
 # PostgreSQL runs both deletions in one statement.
 _SESSION_AT = _equal(sessions, "at")
 CHANGED_BY_APPEND = ("revision", "base_revision", "updated_at", "expires_at", "state")
-get_changed: Callable[[SessionRow], Any] = attrgetter(*CHANGED_BY_APPEND)
+get_changed: Callable[[SessionRow], Any] = attrgetter(*CHANGED_BY_APPEND[:-1], "record")
 UPDATE_SESSION = _update(sessions, _SESSION_AT, *CHANGED_BY_APPEND)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
@@ -640,17 +640,3 @@ def keys_of_owners(count: int) -> sa.CompoundSelect[Any]:
         return sa.union_all(_KEY_KIND.select(is_one_of(data_keys.c.owner, count)), _MASTER_ROWS)
     first, second = (sa.bindparam(f"v{n}", type_=sa.LargeBinary) for n in range(_FEW))
     return sa.union_all(_keys_of(first), _keys_of(second, second != first), _MASTER_ROWS)
-
-
-@functools.cache
-def migrated_rows(owner: str, count: int) -> sa.Select[Any]:
-    """Return the query for the rows of `secure_migrated` with one of *count* tags
-    (`list_parameters`), each with the id and the version (for a session, the revision) of the row
-    with this tag in the table *owner*, or NULL.
-    """
-    table = {table.name: table for table in (sessions, users, apps)}[owner]
-    version = table.c.revision if table is sessions else table.c.version
-    rows = migrated.outerjoin(table, table.c.tag == migrated.c.tag)
-    columns = [migrated.c[name] for name in MigratedRow._fields]
-    query = sa.select(*columns, table.c.id, version).select_from(rows)
-    return query.where(is_one_of(migrated.c.tag, count))

@@ -41,7 +41,8 @@ TOMBSTONE = 0
 
 
 # --- stored rows ----------------------------------------------------------------------------------
-# The fields are all columns of the table, in its order: first the primary key, last the record.
+# The fields are all columns of the table, in its order: first the primary key, last the record,
+# whose column may have another name: see `column_names`.
 
 
 class AppRow(NamedTuple):
@@ -51,7 +52,7 @@ class AppRow(NamedTuple):
     tag: bytes
     app_name: bytes
     version: int
-    state: bytes
+    record: bytes
 
 
 class UserRow(NamedTuple):
@@ -61,7 +62,7 @@ class UserRow(NamedTuple):
     app_row: int
     tag: bytes
     version: int
-    state: bytes
+    record: bytes
 
 
 class WitnessRow(NamedTuple):
@@ -83,7 +84,7 @@ class SessionRow(NamedTuple):
     created_at: int
     updated_at: int
     expires_at: int
-    state: bytes
+    record: bytes
 
     @property
     def is_collection(self) -> bool:
@@ -99,7 +100,7 @@ class SnapshotRow(NamedTuple):
 
     session_row: int
     revision: int
-    state: bytes
+    record: bytes
 
 
 class EventRow(NamedTuple):
@@ -108,7 +109,7 @@ class EventRow(NamedTuple):
     session_row: int
     seq: int
     time: int
-    event: bytes
+    record: bytes
 
 
 class MigratedRow(NamedTuple):
@@ -141,6 +142,18 @@ class AuditRow(NamedTuple):
     number: int
     time: int
     record: bytes
+
+
+# The names of columns that contain a `record`: they are named after the plaintext.
+_RECORD_COLUMNS = {EventRow: "event"} | dict.fromkeys(
+    (AppRow, UserRow, SessionRow, SnapshotRow), "state"
+)
+
+
+def column_names(row_type: Any) -> list[str]:
+    """Return the names of the columns of *row_type*, a type of stored rows."""
+    *names, last = row_type._fields
+    return [*names, _RECORD_COLUMNS.get(row_type, last)]
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -180,13 +193,15 @@ def _table_of(
     """
     columns = [
         sa.Column(
-            field,
-            types.get(field) or _TYPES[kind],
+            name,
+            types.get(name) or _TYPES[kind],
             primary_key=number < key_columns,
             autoincrement=False,
             nullable=False,
         )
-        for number, (field, kind) in enumerate(row_type.__annotations__.items())
+        for number, (name, kind) in enumerate(
+            zip(column_names(row_type), row_type.__annotations__.values(), strict=True)
+        )
     ]
     has_rowid = key_columns == 1 and columns[0].type is _ID
     return sa.Table(name, of, *columns, *items, sqlite_with_rowid=has_rowid)
@@ -318,7 +333,7 @@ def as_parameters(row: tuple[Any, ...], prefix: str = "") -> dict[str, object]:
 
 @functools.cache
 def _names(row: Any, prefix: str) -> list[str]:
-    return [prefix + name for name in row._fields]
+    return [prefix + name for name in column_names(row)]
 
 
 # --- sealed tables --------------------------------------------------------------------------------

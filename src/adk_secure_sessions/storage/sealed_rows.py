@@ -86,7 +86,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
         table, user_id = table_of(row), ""
         with locating_errors(table.name, row.id):
             context = table.context((attempt.identity.app_name,), row)
-            fields = attempt.keys.open(row.tag, context, row.state)
+            fields = attempt.keys.open(row.tag, context, row.record)
             if isinstance(row, UserRow):
                 user_id, fields = records.split_id(fields)
             link, key_ids, state = records.split_owner(fields)
@@ -177,7 +177,7 @@ def _decrypt_session(
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with locating_errors(SESSIONS.name, row.id):
         context = SESSIONS.context((attempt.identity.app_name, user.user_id), row)
-        plaintext = attempt.keys.open(user.row.tag, context, row.state)
+        plaintext = attempt.keys.open(user.row.tag, context, row.record)
         session_id, fields = records.split_id(plaintext)
         last_link, snapshot_link, overlay = records.split_session(fields)
         if row.user_row != user.row.id:
@@ -218,7 +218,7 @@ def _open_snapshot(
         if snapshot is None or snapshot.revision != row.base_revision:
             raise TamperedError("it was removed, or an older row was replayed", Reason.MISMATCH)
         context = SNAPSHOTS.context(identity.ids, snapshot)
-        own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.state))
+        own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.record))
         if own_link != link:
             raise TamperedError(
                 "it was replaced by the snapshot of another copy of the database", Reason.MISMATCH

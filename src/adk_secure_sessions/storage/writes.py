@@ -134,7 +134,7 @@ class OwnerChanges:
         """Merge *delta* into the state of *owner*, and ensure that its row names a usable data key,
         at least as new as those of *changed_records*, which this transaction changes.
         """
-        self._guard_current_key(owner.row.tag, owner.row.state, *changed_records)
+        self._guard_current_key(owner.row.tag, owner.row.record, *changed_records)
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
             owner = self.store_next_version(owner, delta)
@@ -144,7 +144,7 @@ class OwnerChanges:
 
     def set_state(self, owner: Owner, state: bytes) -> Owner:
         """Replace the state of *owner*; return the changed owner."""
-        self._guard_current_key(owner.row.tag, owner.row.state)
+        self._guard_current_key(owner.row.tag, owner.row.record)
         changed = self.store_next_version(owner._replace(state=state))
         if owner.is_user and self._keys.keyring.indexed_key_tags:
             self._index(owner, load_state(state), load_state(owner.state))
@@ -166,9 +166,9 @@ class OwnerChanges:
         owner, witness = self._seal_with_witness(
             Owner(row, owner.user_id, state, new_link(), key_ids)
         )
-        at = {"at_id": old.id, "at_version": old.version, "at_state": old.state}
-        update = sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP
-        self.changes.append(Change(update, at | {"version": row.version, "state": owner.row.state}))
+        at = {"at_id": old.id, "at_version": old.version, "at_state": old.record}
+        new = {"version": row.version, "state": owner.row.record}
+        self.changes.append(Change(sql.UPDATE_USER if owner.is_user else sql.UPDATE_APP, at | new))
         self.changes.append(_witness_change(old.version, witness))
         return owner
 
@@ -415,7 +415,7 @@ def cached_owners(attempt: Attempt) -> CachedOwners | None:
     if not (app and user and app.witness and user.witness):
         return None
     same = (user.value.user_id, user.value.app_row) == (identity.user_id, app.value.row.id)
-    if not same or not attempt.keys.current_is_as_new_as(identity.user_tag, user.value.row.state):
+    if not same or not attempt.keys.current_is_as_new_as(identity.user_tag, user.value.row.record):
         return None
     values = app.value.row + user.value.row + app.witness + user.witness
     return CachedOwners(
@@ -458,7 +458,7 @@ class AppendEvent(Write[StoredSession]):
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.ensure_app(app, event.app_delta)
-        owner_changes.update_owner(user, session.row.state, delta=event.user_delta)
+        owner_changes.update_owner(user, session.row.record, delta=event.user_delta)
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
@@ -472,7 +472,7 @@ class AppendEvent(Write[StoredSession]):
         cached = attempt.row_cache.verified_session(identity.session_tag)
         if cached is None or cached.id_and_revision != self.expected or cached.has_expired:
             return None
-        is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.state)
+        is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.record)
         return cached if is_usable else None
 
     def _build_append(
@@ -516,7 +516,7 @@ class AppendEvent(Write[StoredSession]):
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.last_link
         )
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
-        self._unconfirmed[event_row.event] = new
+        self._unconfirmed[event_row.record] = new
         attempt.cache_session(new)
         attempt.after_commit(partial(self.on_appended, new))
         return changes, new
@@ -663,4 +663,4 @@ def snapshot_change(attempt: Attempt, session: StoredSession, replaced: int) -> 
     if replaced == NO_SNAPSHOT:
         return Change(sql.INSERT_SNAPSHOT, as_parameters(row))
     where = {"at_id": session.row.id, "at_revision": replaced}
-    return Change(sql.UPDATE_SNAPSHOT, where | {"revision": row.revision, "state": row.state})
+    return Change(sql.UPDATE_SNAPSHOT, where | {"revision": row.revision, "state": row.record})

@@ -259,7 +259,7 @@ class RewriteItems(Write[StoredSession]):
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
-        owner_changes.update_owner(user, session.row.state)
+        owner_changes.update_owner(user, session.row.record)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = NewSession.build(attempt, session._replace(row=row, last_link=links[-1]))

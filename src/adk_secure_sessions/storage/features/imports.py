@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
+from adk_secure_sessions.db.protocol import Change, Conflict, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats.json_text import canonical, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -50,6 +50,7 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName
+from adk_secure_sessions.storage.table_walk import rows_where
 from adk_secure_sessions.storage.writes import (
     CachedOwners,
     Changes,
@@ -149,7 +150,7 @@ class ImportMacs(NamedTuple):
         return row
 
     def checked_row(self, row: Row) -> "CheckedMigratedRow":
-        """Check a row of the query `migrated_rows`, and return it."""
+        """Check a row of a query in `_MIGRATED_ROWS`, and return it."""
         *columns, current_row_id, current_number = row
         stored = MigratedRow(*columns)
         self.check(stored)
@@ -327,7 +328,7 @@ class ImportSession(_Import[ImportStatus]):
         old: StoredSession,
         row: MigratedRow,
     ) -> Steps[None]:
-        owner_changes.update_owner(user, old.row.state)
+        owner_changes.update_owner(user, old.row.record)
         new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owner_changes, old, new)
         changes.append(_update(row, new_row))
@@ -425,12 +426,10 @@ class AddTombstone(Write[None]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[None]:
         tag = self.identity.session_tag
-        rows = yield Read(sql.migrated_rows(sessions.name, 2), sql.list_parameters([tag, tag]))
-        if rows:
-            self.macs.checked_row(rows[0])
-            return
-        new = self.macs.tombstone(tag)
-        yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
+        rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
+        if self.macs.checked_with_tag(rows, tag) is None:
+            new = self.macs.tombstone(tag)
+            yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
@@ -632,10 +631,17 @@ class Imports:
     async def _rows_for_tags(
         self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
     ) -> dict[K, CheckedMigratedRow]:
-        rows: dict[bytes, CheckedMigratedRow] = {}
-        for part in sql.padded_chunks(dict.fromkeys(tags.values())):
-            query = sql.migrated_rows(table.name, len(part))
-            for row in await self._runner.data.read(query, sql.list_parameters(part)):
-                one = macs.checked_row(row)
-                rows[one.row.tag] = one
+        read, query = self._runner.data.read, _MIGRATED_ROWS[table]
+        found = await rows_where(read, query, migrated.c.tag, dict.fromkeys(tags.values()))
+        rows = {one.row.tag: one for one in map(macs.checked_row, found)}
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}
+
+
+# The queries for the rows of `secure_migrated`, each with the id and the version (for a session,
+# the revision) of the row that has the same tag in a table, or NULL.
+_MIGRATED_ROWS = {
+    version.table: sa.select(*migrated.c, version.table.c.id, version).select_from(
+        migrated.outerjoin(version.table, version.table.c.tag == migrated.c.tag)
+    )
+    for version in (apps.c.version, users.c.version, sessions.c.revision)
+}

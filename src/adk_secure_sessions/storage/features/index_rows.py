@@ -102,33 +102,36 @@ async def read_marks(
 
 
 def declare(
-    keyring: Keyring, app_tag: bytes, key_tags: Iterable[bytes], connection: sa.Connection
+    keyring: Keyring, app_name: str, key_tags: Iterable[bytes], connection: sa.Connection
 ) -> None:
     """Store the mark that writers maintain the rows of these keys, if they have no authentic mark.
 
     If the app is not stored, it has no sessions, so the mark says that the rows are complete.
     """
-    is_stored = connection.scalar(sa.select(apps.c.id).where(apps.c.tag == app_tag)) is not None
-    state = IndexState.DECLARED if is_stored else IndexState.COMPLETE
+    master = keyring.index_master
+    of_app = sa.select(apps.c.id).where(apps.c.tag == master.tag_of(app_name))
+    is_new = connection.scalar(of_app) is None
+    state = IndexState.COMPLETE if is_new else IndexState.DECLARED
     for tag in sorted(key_tags):
-        if _stored_state(keyring.index_master, tag, connection) is None:
-            _put_mark(mark_of(keyring.index_master, tag, state), connection)
+        if _locked_state(master, tag, connection) is None:
+            _put_mark(mark_of(master, tag, state), connection)
 
 
 def complete(keyring: Keyring, key_tags: Iterable[bytes], connection: sa.Connection) -> None:
     """Store the mark that each session or user has its rows of these keys."""
+    master = keyring.index_master
     for tag in sorted(key_tags):
-        if _stored_state(keyring.index_master, tag, connection) is None:
+        if _locked_state(master, tag, connection) is None:
             raise ConfigurationError(
                 "the mark of an indexed key was removed while the index was filled, for example by "
                 "`index drop`: fill the index again"
             )
-        _put_mark(mark_of(keyring.index_master, tag, IndexState.COMPLETE), connection)
+        _put_mark(mark_of(master, tag, IndexState.COMPLETE), connection)
 
 
 def withdraw(key_tags: Iterable[bytes], connection: sa.Connection) -> None:
-    """Delete the marks of these keys."""
-    for tag in key_tags:
+    """Delete the marks of these keys: they are not indexed any more."""
+    for tag in sorted(key_tags):
         connection.execute(sa.delete(state_index).where(*_is_mark_of(tag)))
 
 
@@ -136,7 +139,7 @@ def _is_mark_of(key_tag: bytes) -> tuple[sa.ColumnElement[bool], ...]:
     return state_index.c.row_id == INDEX_MARK, state_index.c.key_tag == key_tag
 
 
-def _stored_state(
+def _locked_state(
     master: IndexMaster, key_tag: bytes, connection: sa.Connection
 ) -> IndexState | None:
     """Lock the mark of the key, and return what it says; None if there is no authentic mark."""
@@ -147,7 +150,7 @@ def _stored_state(
 def _put_mark(mark: StateIndexRow, connection: sa.Connection) -> None:
     """Store *mark*, whatever mark of the key is stored.
 
-    It is not deleted and inserted: to a transaction of PostgreSQL that waits in `_stored_state`, it
+    It is not deleted and inserted: to a transaction of PostgreSQL that waits in `_locked_state`, it
     would then be missing.
     """
     for change in update_changes(INDEX_MARK, {mark.key_tag: mark.value_tag}):

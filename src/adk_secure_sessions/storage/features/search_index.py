@@ -86,19 +86,9 @@ class SearchIndex:
         keyring = await self._runner.keyring()
         tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in wanted)
         if tags:
-            app_tag = keyring.index_master.tag_of(app_name)
-            await self._runner.data.run(partial(index_rows.declare, keyring, app_tag, tags))
+            await self._runner.data.run(partial(index_rows.declare, keyring, app_name, tags))
         keyring.indexed_key_tags.update(tags)
         return tags
-
-    async def complete(self, tags: Iterable[bytes]) -> None:
-        """Store that each session or user has its rows of the keys with these *tags*."""
-        keyring = await self._runner.keyring()
-        await self._runner.data.run(partial(index_rows.complete, keyring, list(tags)))
-
-    async def withdraw(self, tags: Iterable[bytes]) -> None:
-        """Store that the keys with these *tags* are not indexed any more."""
-        await self._runner.data.run(partial(index_rows.withdraw, sorted(tags)))
 
     async def declare_configured(self, app_name: str) -> None:
         """Declare the keys that this process is configured to index, once for each app."""
