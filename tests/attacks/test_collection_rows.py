@@ -116,7 +116,7 @@ async def build(directory: Path, options: dict[str, Any]) -> Victim:
             await first.append_event(session, event(n))
         for item in ITEMS[:2]:
             await first.collections.append((APP, "ada", "one"), item)
-        master = (await first.collections._runner.keyring()).index_master
+        master = (await first.collections.runner.keyring()).index_master
         tags = {name: master.mac("collection", APP, "ada", name) for name in ("one", "two")}
         tags["bobs"] = master.mac("collection", APP, "bob", "bobs")
         tags["session"] = master.tag_of(APP, "ada", "session")

@@ -219,7 +219,7 @@ async def test_old_row_of_a_reencrypted_content_is_rejected(
         collections = Collections(db.runner)
         found = await collections.get((*db_ids(), name))
         assert found is not None
-        blob = Blob((await collections.database_id()).hex(), "0" * 32, bytes(32), 16)
+        blob = Blob((await collections.runner.keyring()).database_id.hex(), "0" * 32, bytes(32), 16)
         item = reencrypted_item(found.items[2], 2, 3, blob, 1)
         await collections.append_at(found.version, (*db_ids(), name), item)
     if attack == "the old row":

@@ -167,7 +167,7 @@ async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:
         memory = ours(sessions)
         await add(memory, text_event("cat"))
         assert await found(memory, "cat") == ["cat"]
-        assert (await sessions.collections.cached_object(memory, dict)) == {}
+        assert (await sessions.collections.runner.cached_object(memory, dict)) == {}
 
 
 async def test_memory_that_was_created_again_is_read_again(

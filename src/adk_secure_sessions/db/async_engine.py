@@ -17,7 +17,7 @@ from adk_secure_sessions.db.dialects import any_text, dialect_of
 from adk_secure_sessions.db.failures import (
     is_read_only,
     needs_unprepared,
-    timed_out,
+    timed_out_error,
     translated,
     write_timeout,
 )
@@ -146,7 +146,7 @@ class AsyncEngineExecutor:
         except Exception as error:
             translated_error = translated(error)
             if translated_error is error and asyncio.current_task() not in self._connections:
-                translated_error = rejected_option(error)
+                translated_error = rejected_option_error(error)
             if translated_error is error:
                 raise
             if needs_unprepared(error):
@@ -252,7 +252,7 @@ class AsyncEngineExecutor:
                 task.uncancel()
         finally:
             timer.cancel()
-        raise timed_out(seconds, "a write" if writes else "a read")
+        raise timed_out_error(seconds, "a write" if writes else "a read")
 
     def _interrupt(self, task: asyncio.Task[Any]) -> None:
         """Interrupt the statement that *task* has sent to the database.
@@ -391,7 +391,7 @@ def _discard_read_only(context: sa.engine.ExceptionContext) -> None:
         context.is_disconnect = True
 
 
-def rejected_option(error: Exception) -> Exception:
+def rejected_option_error(error: Exception) -> Exception:
     """Return our error if *error* says that the driver rejects an option, else *error*."""
     if isinstance(error, SecureSessionError) or not isinstance(error, TypeError | ValueError):
         return error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.failures import timed_out
+from adk_secure_sessions.db.failures import timed_out_error
 from adk_secure_sessions.db.protocol import Executor, Executors
 from adk_secure_sessions.db.sqlite import SqliteExecutor, is_in_memory
 from adk_secure_sessions.errors import ConfigurationError, install_command
@@ -215,7 +215,7 @@ def _limit_connecting(engine: "AsyncEngine", seconds: float) -> None:
         except TimeoutError:
             if not limit.expired():
                 raise  # of the driver, which has a shorter time-out
-            raise timed_out(seconds, "connecting to the database") from None
+            raise timed_out_error(seconds, "connecting to the database") from None
 
     def set_function(*arguments: Any) -> None:
         arguments[-1].setdefault("async_creator_fn", connect_in_time)

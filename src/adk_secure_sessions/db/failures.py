@@ -47,7 +47,10 @@ _DRIVERS = (
 
 
 class _Kind(NamedTuple):
-    """A kind of errors for which users get the same advice."""
+    """A kind of errors for which users get the same advice.
+
+    The `DatabaseError` quotes the database's text, which contains no stored values for *codes*.
+    """
 
     # PostgreSQL's SQLSTATEs, SQLite's names, the numbers of MySQL and MariaDB.  A number is a whole
     # code.  A text may be only the start of a code.
@@ -55,9 +58,6 @@ class _Kind(NamedTuple):
     advice: str  # what the user can do; the end of the text of the `DatabaseError`
     retryable: bool = False  # whether the same call may succeed later
     replaced_by: type[Exception] | None = None  # an exception of `protocol` that replaces the error
-    # Whether the database's text for these errors never contains stored values.  Only then, the
-    # `DatabaseError` quotes this text.
-    is_quotable: bool = True
 
 
 _UNREACHABLE = "check that the database runs and that its URL is right, then try again"
@@ -151,8 +151,8 @@ _KINDS = (
         UniqueViolation,
     ),
 )
-_LOST = _Kind((), _UNREACHABLE, retryable=True, is_quotable=False)
-_OTHER = _Kind((), "look for this error in the log of the database", is_quotable=False)
+_LOST = _Kind((), _UNREACHABLE, retryable=True)
+_OTHER = _Kind((), "look for this error in the log of the database")
 
 
 def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
@@ -161,7 +161,7 @@ def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
     Return *error* itself if neither a driver nor SQLAlchemy nor the operating system raised it.
     """
     if isinstance(error, sa.exc.TimeoutError):
-        return pool_timed_out()
+        return pool_timed_out_error()
     driver = _driver_error(error)
     system = isinstance(driver, OSError | EOFError)
     if not (system or isinstance(error, sa.exc.SQLAlchemyError) or _is_of_driver(driver)):
@@ -200,7 +200,7 @@ def write_timeout(read_timeout: float | None) -> float | None:
     return None if read_timeout is None else 10 * read_timeout
 
 
-def timed_out(seconds: float, what: str = "a read") -> DatabaseError:
+def timed_out_error(seconds: float, what: str = "a read") -> DatabaseError:
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",
@@ -208,7 +208,7 @@ def timed_out(seconds: float, what: str = "a read") -> DatabaseError:
     )
 
 
-def pool_timed_out(seconds: float | None = None) -> DatabaseError:
+def pool_timed_out_error(seconds: float | None = None) -> DatabaseError:
     within = "in time" if seconds is None else f"within {seconds:g} s"
     return DatabaseError(
         f"none of the pool's connections was free {within}: try again, or raise pool_size",
@@ -238,7 +238,7 @@ def _kind_of(codes: set[object]) -> _Kind:
 
 def _database_error(driver: Any, codes: set[object], kind: _Kind) -> DatabaseError:
     code = min(map(str, codes), default=None)
-    facts = [code, _text(driver) if kind.is_quotable else _connecting(driver)]
+    facts = [code, _text(driver) if kind.codes else _connecting(driver)]
     named = ", ".join(fact for fact in facts if fact) or type(driver).__name__
     what = "the database reported an error"
     if kind.advice == _UNREACHABLE:

@@ -30,12 +30,12 @@ from sqlalchemy import PoolProxiedConnection
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
-from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_option
+from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_option_error
 from adk_secure_sessions.db.failures import (
     is_read_only,
     needs_unprepared,
-    pool_timed_out,
-    timed_out,
+    pool_timed_out_error,
+    timed_out_error,
     translated,
     write_timeout,
 )
@@ -210,7 +210,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._slots.release()
             if not isinstance(error, Exception):
                 raise
-            raise rejected_option(_translated_asyncpg(error, connection_lost=False)) from None
+            raise rejected_option_error(_translated_asyncpg(error, connection_lost=False)) from None
 
     def _checkout(self) -> PoolProxiedConnection:
         disposals = self._disposals  # may increase while SQLAlchemy opens a connection
@@ -250,7 +250,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
         except TimeoutError:
-            raise pool_timed_out(self._timeout) from None
+            raise pool_timed_out_error(self._timeout) from None
 
 
 def _close_idle(idle: list[PoolProxiedConnection], pid: int) -> None:
@@ -342,7 +342,7 @@ class _StatementRunner:
             if error.errno is not None or seconds is None:
                 raise
             self.has_timed_out = True
-            raise timed_out(seconds, "a write" if writes else "a read") from None
+            raise timed_out_error(seconds, "a write" if writes else "a read") from None
 
     async def run_steps(self, steps: Steps[T], in_one_transaction: bool) -> T:
         """Run *steps* and return their result; each Read or Apply is one statement."""

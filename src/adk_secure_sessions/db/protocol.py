@@ -41,7 +41,9 @@ class Conflict(Exception):
 
 
 class Disconnected(Exception):
-    """The connection was lost before the answer came.  A write may or may not have been stored."""
+    """The connection was lost before the answer came, or its server is no use any more, such as a
+    former primary.  A write may or may not have been stored.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__("the connection to the database was lost")
@@ -210,8 +212,8 @@ _WRITE_PAUSES = (0.05, 0.2, 0.5, 1.0, 2.0)
 class Retries:
     """Counts the failed attempts at one operation, and pauses before each new attempt."""
 
-    def __init__(self, *, writes: bool, conflicts: int | None = None) -> None:
-        self._max_conflicts = conflicts or MAX_CONFLICTS
+    def __init__(self, *, writes: bool, max_conflicts: int = MAX_CONFLICTS) -> None:
+        self._max_conflicts = max_conflicts
         self._conflicts = 0
         self._pauses = iter(_WRITE_PAUSES if writes else _READ_PAUSES)
 

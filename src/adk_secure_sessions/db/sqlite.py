@@ -39,7 +39,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.db.dialects import any_text, sqlite_sql
-from adk_secure_sessions.db.failures import timed_out, translated, write_timeout
+from adk_secure_sessions.db.failures import timed_out_error, translated, write_timeout
 from adk_secure_sessions.db.protocol import (
     Change,
     Conflict,
@@ -684,7 +684,7 @@ class WorkerThread:
                 raise
         finally:
             self._is_limited = False
-        raise timed_out(timeout, "a write" if writes else "a read")
+        raise timed_out_error(timeout, "a write" if writes else "a read")
 
     def _has_timed_out(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline

@@ -135,13 +135,13 @@ def check_replaced(items: Iterable[MemoryItem], first: int, table: str, session_
             if earlier >= first:
                 add = numbered[earlier - first][1].add
                 if any(place < len(add) and add[place] is not None for place in dropped.places):
-                    raise _replayed(table, session_row, earlier)
+                    raise _replayed_error(table, session_row, earlier)
     for number, item in numbered:
         if item.replacement != replacements.get(number):
-            raise _replayed(table, session_row, number)
+            raise _replayed_error(table, session_row, number)
 
 
-def _replayed(table: str, session_row: int, number: int) -> TamperedError:
+def _replayed_error(table: str, session_row: int, number: int) -> TamperedError:
     return TamperedError(
         "entries were deleted from it, and an older record, or a record of another copy of the "
         "database, was stored in its place",

@@ -377,7 +377,7 @@ def split_id(plaintext: bytes) -> tuple[str, bytes]:
         end = _LENGTH.size + _LENGTH.unpack_from(plaintext)[0]
         if end <= len(plaintext):
             return decode_text(plaintext[_LENGTH.size : end]), plaintext[end:]
-    raise _malformed()
+    raise _malformed_error()
 
 
 def join_owner(link: bytes, key_ids: tuple[int, ...], state: bytes) -> bytes:
@@ -391,7 +391,7 @@ def split_owner(data: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
     except (IndexError, error):
-        raise _malformed() from None
+        raise _malformed_error() from None
     return data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :]
 
 
@@ -402,16 +402,16 @@ def join_session(last_link: bytes, snapshot_link: bytes, overlay: bytes) -> byte
 def split_session(data: bytes) -> tuple[bytes, bytes, bytes]:
     """Return the link of the last event, that of the snapshot, and the overlay of a session."""
     if len(data) < 2 * LINK_LENGTH:
-        raise _malformed()
+        raise _malformed_error()
     end = 2 * LINK_LENGTH
     return data[:LINK_LENGTH], data[LINK_LENGTH:end], data[end:]
 
 
 def split_link(data: bytes) -> tuple[bytes, bytes]:
     if len(data) < LINK_LENGTH:
-        raise _malformed()
+        raise _malformed_error()
     return data[:LINK_LENGTH], data[LINK_LENGTH:]
 
 
-def _malformed() -> TamperedError:
+def _malformed_error() -> TamperedError:
     return TamperedError("its plaintext is malformed", Reason.MALFORMED)

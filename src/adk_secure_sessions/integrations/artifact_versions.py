@@ -113,7 +113,7 @@ async def add_version(
 
     encode_item(values)  # raises ValueError before the content is stored
     if pieces is not None:
-        blobs = store.blobs((await collections.database_id()).hex())
+        blobs = store.blobs((await collections.runner.keyring()).database_id.hex())
         values = values | {"blob": _blob_values(await blobs.write(pieces))}
     count = 0
 

@@ -107,7 +107,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
     @property
     def stores_plaintext(self) -> bool:
         """True if new artifacts can be read without a key, because of a `NoOpBackend`."""
-        return self._collections.stores_plaintext
+        return self._collections.runner.backends.stores_plaintext
 
     # --- ADK's contract --------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
     async def _mark_deleted(self, blob: Blob) -> None:
         """Mark a blob as deleted, unless another database wrote it, of which this may be a copy."""
-        if blob.prefix != (await self._collections.database_id()).hex():
+        if blob.prefix != (await self._collections.runner.keyring()).database_id.hex():
             return
         try:
             await self._store.blobs(blob.prefix).mark(blob.name)

@@ -20,7 +20,7 @@ from adk_secure_sessions.integrations.artifact_versions import Version, parse_na
 from adk_secure_sessions.integrations.blob_store import Blob, BlobStore
 from adk_secure_sessions.maintenance import Database, Problem
 from adk_secure_sessions.maintenance.problems import Problems, reject_orphans
-from adk_secure_sessions.maintenance.row_scan import SessionIds, scan_sessions
+from adk_secure_sessions.maintenance.row_scan import SessionIds, scan_sessions, sessions_in_rows
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.collections import Collection, Collections
 from adk_secure_sessions.storage.schema import events, sessions
@@ -240,7 +240,7 @@ async def purge_blobs(
 async def blobs_of_database(db: Database, store: ArtifactStore) -> BlobStore:
     """Open the part of *store* that contains the blobs of *db*."""
     store.prepare(create=False)
-    return store.blobs((await Collections(db.runner).database_id()).hex())
+    return store.blobs((await db.keyring()).database_id.hex())
 
 
 async def artifacts_of(
@@ -262,9 +262,8 @@ async def artifacts_of(
                     continue
                 # If the tag of the stored row was modified, `get` may have found another row.  But
                 # it is no error if the stored row was deleted and another row was created.
-                if collection.version.session_row != stored.id and await collections.is_stored(
-                    stored.id
-                ):
+                is_other = collection.version.session_row != stored.id
+                if is_other and await sessions_in_rows(db, [stored.id]):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions = versions_of(collection)
             except DecryptionError as error:

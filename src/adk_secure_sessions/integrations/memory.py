@@ -148,7 +148,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
     @property
     def stores_plaintext(self) -> bool:
         """True if new memories are stored as plaintext, because of a `NoOpBackend`."""
-        return self._collections.stores_plaintext
+        return self._collections.runner.backends.stores_plaintext
 
     @audited_access("memory.write")
     async def add_session_to_memory(self, session: Session) -> None:
@@ -371,7 +371,8 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         # A forked process begins with an empty cache: a thread of the parent may hold the lock of
         # a `UserMemory`, and be changing it.
         key = (self, os.getpid())
-        return await self._collections.cached_object(key, lambda: Lru(self._cache_entries))
+        runner = self._collections.runner
+        return await runner.cached_object(key, lambda: Lru(self._cache_entries))
 
     async def _up_to_date(self, cache: "_Cache", address: _Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""

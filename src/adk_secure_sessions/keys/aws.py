@@ -214,7 +214,7 @@ class AwsKmsKey(RemoteKey):
         is_of_client = isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError)
         # A ValueError of the HTTP client is about the request, such as a token with a line break.
         if is_of_client and not isinstance(error.kwargs.get("error"), ValueError):
-            return self._unreachable(f"cannot be reached ({name})")
+            return self._unreachable_error(f"cannot be reached ({name})")
         return self._failure(
             f"the call could not be sent ({name})",
             "check the AWS credentials and the proxy settings",

@@ -395,7 +395,7 @@ class TransactionKeys:
         keys = self._keys_of(owner_tag)
         backend_id, key_id = records.parse_header(record)
         if backend_id not in self._database_keys.backends:
-            raise _not_listed(backend_id)
+            raise _not_listed_error(backend_id)
         if key_id in self._rejected:
             raise self._rejected[key_id][1]
         key = keys.by_id.get(key_id) if keys else None
@@ -477,7 +477,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
     return records.open_plaintext(row.wrapped, context, master, records.reject_flags)[1:]
 
 
-def _not_listed(backend_id: int) -> DecryptionError:
+def _not_listed_error(backend_id: int) -> DecryptionError:
     if backend_id == records.NOOP_BACKEND_ID:
         return PlaintextRefusedError("stored as plaintext by NoOpBackend, which is not listed")
     name = records.BACKEND_NAMES.get(backend_id, backend_id)

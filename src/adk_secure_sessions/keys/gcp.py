@@ -100,7 +100,7 @@ class GcpKmsKey(RemoteKey):
             and response.verified_additional_authenticated_data_crc32c
         )
         if not arrived or response.ciphertext_crc32c != _checksum(response.ciphertext):
-            raise self._corrupted()
+            raise self._corrupted_error()
         return bytes(response.ciphertext)
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
@@ -108,7 +108,7 @@ class GcpKmsKey(RemoteKey):
             raise TamperedError("not a key wrapped by Cloud KMS", reason=Reason.MALFORMED)
         response = await self._call("decrypt", ciphertext=sealed, aad=associated_data)
         if response.plaintext_crc32c != _checksum(response.plaintext):
-            raise self._corrupted()
+            raise self._corrupted_error()
         return bytes(response.plaintext)
 
     async def _call(self, operation: str, *, aad: bytes, **data: bytes) -> Any:
@@ -159,7 +159,7 @@ class GcpKmsKey(RemoteKey):
         name, text = type(error).__name__, str(error).lower()
         if name == "InvalidArgument":
             if "crc32c" in text or "checksum" in text:
-                return self._corrupted()
+                return self._corrupted_error()
             if operation == "decrypt":
                 return TamperedError()
         if name in _ADVICE:
@@ -171,10 +171,10 @@ class GcpKmsKey(RemoteKey):
                 retryable=True,
             )
         if name == "ServiceUnavailable":
-            return self._unreachable(f"cannot be reached ({name})")
+            return self._unreachable_error(f"cannot be reached ({name})")
         return self._other_error("Cloud KMS", name, retryable=name in _RETRYABLE)
 
-    def _corrupted(self) -> KeyServiceError:
+    def _corrupted_error(self) -> KeyServiceError:
         return self._failure("data was corrupted in transit", "try again", retryable=True)
 
 

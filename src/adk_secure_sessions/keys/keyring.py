@@ -355,7 +355,7 @@ class _KeyringBuilder:
             if fault is None:
                 sound[row.id] = row
             else:
-                self._reject(row, _malformed(row, fault))
+                self._reject(row, _malformed_error(row, fault))
         index_rows = [row for row in sound.values() if row.purpose == INDEX_MASTER]
         for row in index_rows:
             others = ", ".join(str(other.id) for other in index_rows if other is not row)
@@ -391,7 +391,7 @@ class _KeyringBuilder:
             name = INDEX_MASTER if row.purpose == INDEX_MASTER else row.id
             if self.digests.setdefault(name, key.digest()) != key.digest():
                 fault = "it holds another key than the one that this service has read"
-                raise _malformed(row, fault)
+                raise _malformed_error(row, fault)
         except (WrongKeyError, DecryptionError) as error:
             self._reject(row, error)
         except SecureSessionError as error:
@@ -441,7 +441,7 @@ def _fault(row: MasterKeyRow) -> str | None:
     return None
 
 
-def _malformed(row: MasterKeyRow, fault: str) -> WrongKeyError:
+def _malformed_error(row: MasterKeyRow, fault: str) -> WrongKeyError:
     return WrongKeyError(
         f"secure_keyring row {short(row.id)}: {fault}, so the row was tampered with: restore it "
         "from a backup, or delete it if you did not create it"
@@ -459,7 +459,7 @@ async def unwrap_master_key(
     """
     fault = _fault(row)
     if fault is not None:
-        raise _malformed(row, fault)
+        raise _malformed_error(row, fault)
     root = roots.get(row.root_key_id)
     if root is None and row.root_key_id == PLAINTEXT_ROOT_KEY_ID:
         raise PlaintextRefusedError(

@@ -112,15 +112,10 @@ class PassphraseKey(RootKey):
     async def _cipher(self, header: bytes) -> Aes256Gcm:
         if header not in self._ciphers:
             # Argon2id takes 0.1 to 0.2 s.  In a thread, it does not block other tasks.
-            await asyncio.to_thread(self._derive_once, header)
+            await asyncio.to_thread(self._derive, header)
         return self._ciphers[header]
 
-    def _derive_once(self, header: bytes) -> None:
-        with _one_at_a_time.lock:
-            if header not in self._ciphers:
-                self._ciphers[header] = self._derive(header)
-
-    def _derive(self, header: bytes) -> Aes256Gcm:
+    def _derive(self, header: bytes) -> None:
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)
         most = zip((iterations, lanes, memory), self._max_cost, strict=True)
         if any(stored > limit for stored, limit in most):
@@ -141,4 +136,6 @@ class PassphraseKey(RootKey):
             raise TamperedError(
                 "the stored Argon2id cost is not valid", reason=Reason.MALFORMED
             ) from None
-        return Aes256Gcm(kdf.derive(self._passphrase))
+        with _one_at_a_time.lock:
+            if header not in self._ciphers:
+                self._ciphers[header] = Aes256Gcm(kdf.derive(self._passphrase))

@@ -142,7 +142,7 @@ class RemoteKey(RootKey):
         except SecureSessionError:
             raise
         except TimeoutError:
-            raise self._unreachable(f"gave no answer within {self._timeout:g} s") from None
+            raise self._unreachable_error(f"gave no answer within {self._timeout:g} s") from None
         except Exception as error:
             # The subclasses handle the errors that the libraries document.  Settings, proxies and
             # answers that nobody expected lead to others, which may contain the key.
@@ -168,7 +168,7 @@ class RemoteKey(RootKey):
             cause, advice = "rejects the call", "check the kind and state of the key"
         return self._failure(f"{service} {cause} ({code})", advice, retryable=retryable)
 
-    def _unreachable(self, cause: str) -> KeyServiceError:
+    def _unreachable_error(self, cause: str) -> KeyServiceError:
         advice = "check its address, the network and its status"
         return self._failure(f"the key service {cause}", advice, retryable=True)
 

@@ -162,7 +162,7 @@ class VaultKey(RemoteKey):
         )
         ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
         if ciphertext is None:
-            raise self._unexpected_answer()
+            raise self._unexpected_answer_error()
         # Store bytes, not Vault's base64 text.  Several base64 texts decode to the same bytes, so a
         # modified text could still be accepted.
         return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._bytes(ciphertext[2])
@@ -178,7 +178,7 @@ class VaultKey(RemoteKey):
         )
         content = self._bytes(answer.get("plaintext"))
         if len(content) < _DIGEST_LENGTH:
-            raise self._unexpected_answer()
+            raise self._unexpected_answer_error()
         digest = hashlib.sha256(associated_data).digest()
         if not hmac.compare_digest(content[-_DIGEST_LENGTH:], digest):
             raise TamperedError()
@@ -226,7 +226,7 @@ class VaultKey(RemoteKey):
             token = self._part(content, "auth").get("client_token")
             if isinstance(token, str) and _HEADER_VALUE.fullmatch(token):
                 return token
-            raise self._unexpected_answer()
+            raise self._unexpected_answer_error()
         raise self._failure(
             f"Vault rejected the AppRole login ({status})",
             f"check role_id, secret_id (expired, used up?), {self._login_path} and the namespace",
@@ -247,14 +247,14 @@ class VaultKey(RemoteKey):
                 async for part in response.aiter_raw():
                     content += part
                     if len(content) > _MAX_ANSWER:
-                        raise self._unexpected_answer()
+                        raise self._unexpected_answer_error()
             return response.status_code, content
         except httpx.TransportError as error:
             if _is_certificate_error(error):
                 raise self._failure(
                     "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
                 ) from None
-            raise self._unreachable(f"cannot be reached ({type(error).__name__})") from None
+            raise self._unreachable_error(f"cannot be reached ({type(error).__name__})") from None
 
     def _service_error(self, status: int, content: bytes, operation: str) -> Exception:
         meaning = None
@@ -290,7 +290,7 @@ class VaultKey(RemoteKey):
         except (ValueError, KeyError, TypeError, RecursionError):
             part = None
         if not isinstance(part, dict):
-            raise self._unexpected_answer()
+            raise self._unexpected_answer_error()
         return part
 
     def _bytes(self, text: object) -> bytes:
@@ -299,9 +299,9 @@ class VaultKey(RemoteKey):
                 return base64.b64decode(text, validate=True)
         except ValueError:
             pass
-        raise self._unexpected_answer()
+        raise self._unexpected_answer_error()
 
-    def _unexpected_answer(self) -> KeyServiceError:
+    def _unexpected_answer_error(self) -> KeyServiceError:
         # A proxy may send its own page for a moment, so try again.
         return self._failure(
             "the answer does not come from a transit engine", "check the address", retryable=True

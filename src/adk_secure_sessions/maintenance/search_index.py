@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.concurrency import in_groups
-from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Parameters
+from adk_secure_sessions.db.protocol import Parameters
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX
 from adk_secure_sessions.maintenance.counts import estimate_rows
@@ -26,8 +26,6 @@ from adk_secure_sessions.storage.table_walk import row_ranges
 # How many sessions or users are compared at the same time.  On SQLite, one commit then stores the
 # rows of several sessions.
 _AT_ONCE = 8
-# An application that writes to a session all the time should not end the command.
-_MAX_CONFLICTS = 10 * MAX_CONFLICTS
 
 
 @dataclass
@@ -101,7 +99,7 @@ async def fill_index(
             if identity is not None:
                 operation = CorrectIndexRows(identity, tags, of_user=table is users)
                 # Other tasks add to the counters meanwhile, so read them after the await.
-                written = await db.runner.run(operation, conflicts=_MAX_CONFLICTS)
+                written = await db.runner.run(operation)
                 result.written += written
                 result.users += table is users
                 result.sessions += table is sessions

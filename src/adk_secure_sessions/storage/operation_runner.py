@@ -29,6 +29,7 @@ from adk_secure_sessions.backends.registry import Backends
 from adk_secure_sessions.caches import Caches, Lru
 from adk_secure_sessions.concurrency import LoopLocks, call_later
 from adk_secure_sessions.db.protocol import (
+    MAX_CONFLICTS,
     Apply,
     Change,
     Conflict,
@@ -217,6 +218,7 @@ class StorageOperation(ABC, Generic[T_co]):
     needs_fresh_keys = False
     bypasses_row_cache = False
     writes = False
+    max_conflicts = MAX_CONFLICTS
 
     identity: Identity
 
@@ -351,22 +353,20 @@ class OperationRunner:
         """The keyring; None if the database is not open."""
         return self._opened and self._opened.keys.keyring
 
-    async def run(self, operation: StorageOperation[T], *, conflicts: int | None = None) -> T:
-        """Attempt *operation* until it succeeds, or has had *conflicts* conflicts; see `Retries`.
+    async def run(self, operation: StorageOperation[T]) -> T:
+        """Attempt *operation* until it succeeds, or until an error is final; see `Retries`.
 
         If a cached user is not stored any more, another process has erased the user.  Then empty
         all caches, which may contain other rows of the user.
         """
         opened = await self._ensure_open()
         try:
-            return await self._run_with_retries(operation, opened, conflicts)
+            return await self._run_with_retries(operation, opened)
         finally:
             if opened.row_cache.found_erased_user and self._opened is opened:
                 self.empty_caches()
 
-    async def _run_with_retries(
-        self, operation: StorageOperation[T], opened: _OpenState, conflicts: int | None
-    ) -> T:
+    async def _run_with_retries(self, operation: StorageOperation[T], opened: _OpenState) -> T:
         """Attempt *operation* by the rules of this module, and return its result."""
         identity, database_keys = operation.identity, opened.keys
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
@@ -402,8 +402,8 @@ class OperationRunner:
             try:
                 try:
                     if source is KeySource.KEY_DATABASE:
-                        owners = [identity.app_tag, identity.user_tag]
-                        rows = await read_data_keys(self.executors.key_tables.read, owners)
+                        tags = [identity.app_tag, identity.user_tag]
+                        rows = await read_data_keys(self.executors.key_tables.read, tags)
                         keys.load(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
                 except CachedRowOutdated:
@@ -424,7 +424,9 @@ class OperationRunner:
                 if keys.new_rows and isinstance(error, Conflict):
                     await self.reread_keyring(database_keys, keys.keyring)
                 key_retries.unconfirmed_keys += tuple(keys.new_rows)
-                retries = retries or Retries(writes=operation.writes, conflicts=conflicts)
+                retries = retries or Retries(
+                    writes=operation.writes, max_conflicts=operation.max_conflicts
+                )
                 await retries.wait(error)
 
     async def _get_missing_keys(
@@ -454,12 +456,12 @@ class OperationRunner:
             return False
         return True
 
-    async def read_data_keys(self, owners: Iterable[object]) -> sql.QueryRows:
+    async def read_data_keys(self, owner_tags: Iterable[object]) -> sql.QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
-        return await read_data_keys(self.key_tables.read, owners)
+        return await read_data_keys(self.key_tables.read, owner_tags)
 
-    async def load_data_keys(self, *owners: object) -> TransactionKeys:
-        """Read and return the data keys of *owners*, which are tags.
+    async def load_data_keys(self, *owner_tags: object) -> TransactionKeys:
+        """Read and return the data keys of some owners.
 
         A data key that was tampered with raises DecryptionError when it is used.
         """
@@ -467,7 +469,7 @@ class OperationRunner:
         rereads = 0
         while True:
             old = database_keys.keyring
-            rows = await self.read_data_keys(owners)
+            rows = await self.read_data_keys(owner_tags)
             staged = TransactionKeys(
                 database_keys,
                 accepts_changed_keyring=rereads > 0,
@@ -611,16 +613,18 @@ def try_apply(changes: Sequence[Change]) -> Steps[bool]:
 
 
 async def read_data_keys(
-    read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]], owners: Iterable[object]
+    read: Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]],
+    owner_tags: Iterable[object],
 ) -> sql.QueryRows:
-    """Return all data keys of *owners*, which are tags, and the fingerprint of each keyring row.
+    """Return all data keys of some owners, and the fingerprint of each keyring row.
 
     *read* runs a query on the database that stores data keys.
     """
     rows = sql.QueryRows(())
     # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
     # column, so a tag that somebody modified can have any type.
-    for tags in sql.padded_chunks({owner for owner in owners if isinstance(owner, bytes)} or {b""}):
+    wanted = {tag for tag in owner_tags if isinstance(tag, bytes)} or {b""}
+    for tags in sql.padded_chunks(wanted):
         part = sql.QueryRows(await read(sql.keys_of_owners(len(tags)), sql.list_parameters(tags)))
         rows.data_keys += part.data_keys
         rows.master_fingerprints = part.master_fingerprints

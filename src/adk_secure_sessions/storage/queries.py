@@ -168,10 +168,10 @@ _WITNESS_OF_APP, _WITNESS_OF_USER, _WITNESS_OF_SESSION = (
 )
 
 
-def _keys_of(owner: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
+def _keys_of(tag: sa.BindParameter[bytes], *conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     c = data_keys.c
-    keys = _KEY_KIND.select(c.owner == owner, *conditions).order_by(c.generation)
-    return _first_subquery(keys, MAX_DATA_KEYS, f"keys_of_{owner.key}")
+    keys = _KEY_KIND.select(c.owner == tag, *conditions).order_by(c.generation)
+    return _first_subquery(keys, MAX_DATA_KEYS, f"keys_of_{tag.key}")
 
 
 def first_rows(query: sa.Select[Any], limit: int | sa.ColumnElement[int]) -> sa.Select[Any]:

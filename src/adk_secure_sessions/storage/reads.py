@@ -289,7 +289,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         if self.position is None:
             sealed_rows.verify_last_link(attempt, session, last)
         elif last != self.position.link:
-            raise sealed_rows.other_history().located(SESSIONS.name, session.row.id)
+            raise sealed_rows.other_history_error().located(SESSIONS.name, session.row.id)
         return Page(decoded[::-1], before)
 
 
@@ -326,7 +326,7 @@ class Listing(StorageOperation[T]):
             user = owners.get(row.user_row)
             try:
                 if row.tag in tags:
-                    raise sealed_rows.stored_twice(SESSIONS.name, row.id)
+                    raise sealed_rows.stored_twice_error(SESSIONS.name, row.id)
                 tags.add(row.tag)
                 if user is None:
                     raise TamperedError(
@@ -469,7 +469,6 @@ class ListPage(Listing[PageOfSessions]):
             found_by=self.found_by,
         )
         rows = await attempt.read(executors, query, **self._parameters(position, limit))
-        self._check(attempt, rows)
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
@@ -482,9 +481,6 @@ class ListPage(Listing[PageOfSessions]):
         views = await self._views(attempt, executors, rows)
         # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
         return Page(views, after if rows.sessions else None)
-
-    def _check(self, attempt: Attempt, rows: QueryRows) -> None:
-        """Check the rows of the query before the sessions are decrypted."""
 
 
 class GetStates(StorageOperation[tuple[bytes, bytes]]):

@@ -112,7 +112,7 @@ def require_app(app: Owner | None, user: Owner) -> Owner:
     return app
 
 
-def stored_twice(table: str, row: int) -> TamperedError:
+def stored_twice_error(table: str, row: int) -> TamperedError:
     """Return the error for two rows with one tag: the column has lost its UNIQUE constraint."""
     return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
 
@@ -275,7 +275,7 @@ def open_events(
             context = records.context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
             plaintext = open_plaintext(record, context, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
-                raise other_history()
+                raise other_history_error()
             previous = plaintext[EVENT_LINK]
             plaintexts.append(plaintext[EVENT_REST])
         except DecryptionError as error:
@@ -294,11 +294,11 @@ def verify_last_link(attempt: Attempt, session: StoredSession, last: bytes | Non
     if last is None:
         return
     if last != session.last_link:
-        raise other_history().located(SESSIONS.name, session.row.id)
+        raise other_history_error().located(SESSIONS.name, session.row.id)
     attempt.after_commit(partial(attempt.row_cache.set_last_event_verified, session))
 
 
-def other_history() -> TamperedError:
+def other_history_error() -> TamperedError:
     return TamperedError(
         "its events are not the ones it was written with: a row was replaced by that of another "
         "copy of the database",
@@ -422,7 +422,7 @@ def _only_row(rows: QueryRows, with_tag: list[R], tag: bytes, table: SealedTable
     if len(with_tag) == 1:
         return with_tag[0]
     if with_tag:
-        raise stored_twice(table.name, with_tag[1][0])
+        raise stored_twice_error(table.name, with_tag[1][0])
     if tag in rows.witnesses:
         raise TamperedError(
             f"the row of {table.name} with tag {tag.hex()} was removed or its tag was modified: "

@@ -358,23 +358,23 @@ class CreateSession(Write[SessionView]):
         )  # fmt: skip
         new = NewSession.build(attempt, StoredSession(row, identity.session_id, self.state))
         self._unconfirmed[row.id] = new.session
-        return new.session, new.secondary_inserts(attempt)
+        return new.session, new.inserts_with_witness(attempt)
 
 
 class NewSession(NamedTuple):
     """A new session and its version witness.
 
-    *other_inserts* inserts its snapshot and its rows of the search index.
+    *inserts* inserts its snapshot and its rows of the search index.
     """
 
     session: StoredSession
     witness: WitnessRow
-    other_inserts: Changes
+    inserts: Changes
 
     @classmethod
     def build(cls, attempt: Attempt, session: StoredSession) -> "NewSession":
         """Encrypt *session*, whose state is its overlay; a large state becomes a snapshot."""
-        state, other_inserts = session.overlay, []
+        state, inserts = session.overlay, []
         if len(state) > OVERLAY_LIMIT:
             session = session._replace(
                 row=session.row._replace(base_revision=0),
@@ -382,21 +382,21 @@ class NewSession(NamedTuple):
                 overlay=b"{}",
                 snapshot_link=new_link(),
             )
-            other_inserts.append(snapshot_change(attempt, session, NO_SNAPSHOT))
+            inserts.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_key_tags:
             entries = index_rows.entries(attempt, "", load_state(state))
-            other_inserts += index_rows.new_row_changes(session.row.id, entries)
+            inserts += index_rows.new_row_changes(session.row.id, entries)
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
         )
         session = sealed_rows.seal_session(attempt, session)
         attempt.cache_session(session, witness)
-        return cls(session, witness, other_inserts)
+        return cls(session, witness, inserts)
 
-    def secondary_inserts(self, attempt: Attempt) -> Changes:
+    def inserts_with_witness(self, attempt: Attempt) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
         witness = Change(sql.INSERT_WITNESS, as_parameters(self.witness))
-        return [*claim_user(attempt.identity.user_tag), witness, *self.other_inserts]
+        return [*claim_user(attempt.identity.user_tag), witness, *self.inserts]
 
 
 class CachedOwners(NamedTuple):
@@ -621,7 +621,7 @@ def replacement_changes(
     values = as_parameters(old.row, "at_") | as_parameters(new.session.row)
     row, witness = Change(sql.REPLACE_SESSION, values), _witness_change(old.row.id, new.witness)
     deletions = _deletions_by_id(attempt, old)
-    return [row, *owner_changes.changes, witness, *deletions, *new.other_inserts]
+    return [row, *owner_changes.changes, witness, *deletions, *new.inserts]
 
 
 def event_groups(events: Iterable[TimedPlaintext]) -> list[list[TimedPlaintext]]:

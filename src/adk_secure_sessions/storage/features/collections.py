@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -27,7 +27,6 @@ from adk_secure_sessions.storage.schema import (
     StoredSession,
     locating_errors,
     new_row_id,
-    sessions,
 )
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import (
@@ -48,12 +47,10 @@ from adk_secure_sessions.storage.writes import (
     replacement_changes,
 )
 
-T = TypeVar("T")
 Address = tuple[str, str, str]  # the app, the user and the name of a collection
 
 # The maximum length of a collection's name: enough for the JSON of several escaped ids.
 MAX_NAME_BYTES = 16 * 1024
-_BY_ROW = sa.select(sessions.c.id).where(sessions.c.id == sa.bindparam("row"))
 
 
 class Collection(NamedTuple):
@@ -83,30 +80,13 @@ class Collections:
     """
 
     def __init__(self, runner: OperationRunner) -> None:
-        self._runner = runner
+        self.runner: OperationRunner = runner
         self._feature = Feature(runner, FeatureName.COLLECTIONS)
-
-    @property
-    def stores_plaintext(self) -> bool:
-        """Whether new records are stored as plaintext."""
-        return self._runner.backends.stores_plaintext
-
-    async def database_id(self) -> bytes:
-        """Return the random id of the database."""
-        return (await self._runner.keyring()).database_id
-
-    async def is_stored(self, row: int) -> bool:
-        """Return whether there is a collection or a session with this row id."""
-        return bool(await self._runner.data.read(_BY_ROW, {"row": row}))
-
-    async def cached_object(self, key: object, make: Callable[[], T]) -> T:
-        """See `OperationRunner.cached_object`."""
-        return await self._runner.cached_object(key, make)
 
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
-        identity = await self._runner.identify(app_name, user_id)
-        views = await self._runner.run(ListSessions(identity, is_collection=True))
+        identity = await self.runner.identify(app_name, user_id)
+        views = await self.runner.run(ListSessions(identity, is_collection=True))
         stored = [view.session for view in views]
         return [
             Collection(one.session_id, one.id_and_revision) for one in stored if one.row.revision
@@ -118,7 +98,7 @@ class Collections:
         Also return None for a stored collection without items: a process may have stopped after it
         had stored the collection and before it could append an item.
         """
-        collection = await self._read(await self._runner.identify(*address, True), limit)
+        collection = await self._read(await self.runner.identify(*address, True), limit)
         return collection if collection and collection.size else None
 
     async def append(
@@ -132,14 +112,14 @@ class Collections:
         """
         if len(encode_text(address[2])) > MAX_NAME_BYTES:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
-        identity = await self._runner.identify(*address, True)
+        identity = await self.runner.identify(*address, True)
         await self._feature.ensure()
         while True:
             collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
             try:
                 if collection is None:
                     creation = CreateSession(identity, {}, {}, b"{}", time_now())
-                    created = await self._runner.run(creation)
+                    created = await self.runner.run(creation)
                     collection = Collection(address[2], created.session.id_and_revision)
                 plaintext = item if isinstance(item, bytes) else item(collection)
                 return await self.append_at(collection.version, address, plaintext)
@@ -159,27 +139,27 @@ class Collections:
         """
         if not set(replaced) <= set(range(expected.revision)):
             raise ValueError("only items before the expected position can be replaced")
-        identity = await self._runner.identify(*address, True)
+        identity = await self.runner.identify(*address, True)
         await self._feature.ensure()
         append = AppendEvent(identity, expected, NewEvent(item, time_now(), {}, {}, {}))
         if replaced:
             append = ReplaceItems(identity, expected, append.event, replaced=replaced)
-        return (await self._runner.run(append)).id_and_revision
+        return (await self.runner.run(append)).id_and_revision
 
     async def rewrite(
         self, address: Address, items: Sequence[bytes], expected: SessionVersion
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
-        identity = await self._runner.identify(*address, True)
-        await self._runner.run(RewriteItems(identity, expected, items, time_now()))
+        identity = await self.runner.identify(*address, True)
+        await self.runner.run(RewriteItems(identity, expected, items, time_now()))
 
     async def delete(self, address: Address) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""
-        identity = await self._runner.identify(*address, True)
-        return bool(await self._runner.run(DeleteSession(identity)))
+        identity = await self.runner.identify(*address, True)
+        return bool(await self.runner.run(DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
-        loaded = await self._runner.run(GetSession(identity, lambda item, *_: item, limit))
+        loaded = await self.runner.run(GetSession(identity, lambda item, *_: item, limit))
         if loaded is None:
             return None
         view, items = loaded

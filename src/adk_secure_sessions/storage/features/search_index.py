@@ -6,7 +6,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Executors, Steps
+from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Executors, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
 from adk_secure_sessions.keys.keyring import Keyring
@@ -131,11 +131,14 @@ class FindPage(ListPage):
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | self._tags
 
-    async def _part(
-        self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
-    ) -> PageOfSessions:
-        page = await super()._part(attempt, executors, position, limit)
-        return page._replace(items=list(filter(self._matches, page.items)))
+    async def _views(
+        self, attempt: Attempt, executors: Executors, rows: QueryRows
+    ) -> list[SessionView]:
+        master = attempt.keys.keyring.index_master
+        marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.index_rows)
+        if IndexState.COMPLETE not in marks:
+            raise NotIndexed
+        return list(filter(self._matches, await super()._views(attempt, executors, rows)))
 
     def _matches(self, view: SessionView) -> bool:
         """Return whether the state has the value.
@@ -153,12 +156,6 @@ class FindPage(ListPage):
         except DecryptionError:
             return True
         return False
-
-    def _check(self, attempt: Attempt, rows: QueryRows) -> None:
-        master = attempt.keys.keyring.index_master
-        marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.index_rows)
-        if IndexState.COMPLETE not in marks:
-            raise NotIndexed
 
 
 @dataclass(eq=False, repr=False)
@@ -191,6 +188,8 @@ class CorrectIndexRows(Write[int]):
 
     audited_as = "index"
     always_locks_rows = True  # nobody may change the state between the read and the changes
+    # An application that writes to a session all the time should not end the command.
+    max_conflicts = 10 * MAX_CONFLICTS
 
     keys: Collection[bytes]
     of_user: bool
