@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListSessions
-from adk_secure_sessions.storage.row_cache import CachedEvents, EventCache
+from adk_secure_sessions.storage.row_cache import CachedEvents, RowCache
 from adk_secure_sessions.storage.schema import UserRow
 from adk_secure_sessions.storage.writes import CreateSession, OwnerChanges
 from tests.storage.support import (
@@ -93,6 +93,6 @@ def test_user_of_another_apps_row_gets_no_session() -> None:
 
 
 def test_history_larger_than_the_cache_is_not_kept() -> None:
-    cache = EventCache(10)
-    cache.keep(b"tag", CachedEvents(1, b"", [], []).extended(b"link", [100], ["event"], 11))
-    assert cache.get(b"tag") is None
+    cache = RowCache(1, 10)
+    cache.put_events(b"tag", CachedEvents(1, b"", [], []).extended(b"link", [100], ["event"], 11))
+    assert cache.events.get(b"tag") is None

@@ -70,7 +70,7 @@ _session_tag = sa.bindparam("session_tag", type_=sa.LargeBinary)
 _key_tag = sa.bindparam("key_tag", type_=sa.LargeBinary)
 _value_tag = sa.bindparam("value_tag", type_=sa.LargeBinary)
 _limit = sa.bindparam("limit", type_=sa.BigInteger)
-_first_seq = sa.bindparam("first_seq", type_=sa.BigInteger)
+_first = sa.bindparam("first", type_=sa.BigInteger)
 _now = sa.bindparam("now", type_=sa.BigInteger)
 # The condition that a session, and no collection, has expired at the time `now`.
 HAS_EXPIRED: sa.ColumnElement[bool] = sa.and_(sessions.c.expires_at <= _now, ~IS_COLLECTION)
@@ -357,9 +357,9 @@ def _last_events() -> sa.Select[Any]:
 
 SESSION_WITH_ALL_EVENTS = _session_variants(_EVENT_KIND.select(events.c.session_row == _SESSION_ID))
 SESSION_WITH_LAST_EVENTS = _session_variants(_last_events())
-# The parameter `first_seq` is the `seq` of the first event to read.
+# The parameter `first` is the `seq` of the first event to read.
 SESSION_WITH_EVENTS_FROM = _session_variants(
-    _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first_seq)
+    _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first)
 )
 SESSION_WITHOUT_EVENTS = _session_variants()
 # Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
@@ -367,7 +367,7 @@ SESSION_WITH_EVENTS_BETWEEN = _variants(
     *_SESSION_AND_OWNERS,
     _EVENT_KIND.select(
         events.c.session_row == _SESSION_ID,
-        events.c.seq.between(sa.bindparam("first", type_=sa.BigInteger), sa.bindparam("last")),
+        events.c.seq.between(_first, sa.bindparam("last")),
     ),
 )
 SESSIONS_OF_USER = _listing()

@@ -39,9 +39,8 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
     """Read a session with its last *limit* events, or with all events since the time *since*.
 
     Return the session and its decoded events; None if there is no such session, or if it has
-    expired and *finds_expired* is False.  If *since* (microseconds UTC) is given, *limit* is
-    ignored.  Events before *since* are decrypted, too: otherwise, a modified time could hide an
-    event.
+    expired.  If *since* (microseconds UTC) is given, *limit* is ignored.  Events before *since* are
+    decrypted, too: otherwise, a modified time could hide an event.
 
     If *caches* is True, the events are cached, and all readers get the same objects.  If the first
     events are cached already, only the later ones are read.  If these do not follow the cached
@@ -52,7 +51,6 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
     limit: int | None = None
     since: int | None = None
     caches: bool = False
-    finds_expired: bool = False
 
     def __post_init__(self) -> None:
         if self.since is not None:
@@ -71,7 +69,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             attempt.keys.count_lookup(telemetry.EVENT_CACHE, hit=cached is not None)
             if cached is not None:
                 query, first = sql.SESSION_WITH_EVENTS_FROM, cached.revision
-                rows = await attempt.read(executors, query, first_seq=first)
+                rows = await attempt.read(executors, query, first=first)
                 try:
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
@@ -88,7 +86,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None or user is None or app is None:
             return None
-        if session.has_expired and not self.finds_expired:
+        if session.has_expired:
             attempt.row_cache.events.drop(session.row.tag)
             return None
         view = SessionView(session, user.user_id, app.state, user.state)
@@ -137,7 +135,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             raise _DoesNotFollow from None
         times = [row[EVENT_TIME] for row in rows.events]
         extended = known.extended(session.last_link, times, events, size)
-        attempt.row_cache.events.keep(session.row.tag, extended)
+        attempt.row_cache.put_events(session.row.tag, extended)
         return extended.part(self.limit, self.since)
 
 
@@ -260,37 +258,29 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
     async def _page(
         self, attempt: Attempt, session: StoredSession, rows: list[Row], first: int, last: int
     ) -> Page[E, EventPosition]:
-        """Check that *rows* are the events from *first* to *last*, and return the page."""
-        sealed_rows.check_events(session, rows, first, last)
-        if self.newest:
-            return await self._newest_first(attempt, session, rows, first)
-        before = self.position.link if self.position else NO_LINK
-        decoded, link = await _decode_in_chunks(attempt, session, rows, before, self.decode)
-        if last < session.row.revision - 1:
-            assert link is not None, "*before* is a link"
-            return Page(decoded, EventPosition(session.row.id, last, link))
-        sealed_rows.verify_last_link(attempt, session, link)
-        return Page(decoded, None)
+        """Check that *rows* are the events from *first* to *last*, and return the page.
 
-    async def _newest_first(
-        self, attempt: Attempt, session: StoredSession, rows: list[Row], first: int
-    ) -> Page[E, EventPosition]:
-        """Return the page of *rows*, the events from *first*, oldest first.
-
-        If an older event precedes the page, it is the first of *rows*.  The next page begins with
-        this event, and must find its link.
+        If an older event precedes a newest-first page, it is the first of *rows*.  The next page
+        begins with this event, and must find its link.
         """
-        before, link = None, NO_LINK
-        if len(rows) > self.limit:
+        sealed_rows.check_events(session, rows, first, last)
+        position, border, link = self.position, None, NO_LINK
+        if not self.newest and position:
+            link = position.link
+        elif self.newest and len(rows) > self.limit:
             _, older = sealed_rows.open_events(attempt, session, rows[:1], None)
             assert older is not None, "there is a row"
-            before, link, rows = EventPosition(session.row.id, first, older), older, rows[1:]
-        decoded, last = await _decode_in_chunks(attempt, session, rows, link, self.decode)
-        if self.position is None:
-            sealed_rows.verify_last_link(attempt, session, last)
-        elif last != self.position.link:
-            raise sealed_rows.other_history_error().located(SESSIONS.name, session.row.id)
-        return Page(decoded[::-1], before)
+            border, link, rows = EventPosition(session.row.id, first, older), older, rows[1:]
+        decoded, end = await _decode_in_chunks(attempt, session, rows, link, self.decode)
+        assert end is not None, "*link* is a link"
+        if self.newest and position:
+            if end != position.link:
+                raise sealed_rows.other_history_error().located(SESSIONS.name, session.row.id)
+        elif last < session.row.revision - 1:
+            border = EventPosition(session.row.id, last, end)
+        else:
+            sealed_rows.verify_last_link(attempt, session, end)
+        return Page(decoded[::-1] if self.newest else decoded, border)
 
 
 @dataclass(eq=False, repr=False)

@@ -72,19 +72,6 @@ class CachedEvents(HoldsSecrets):
         return self.events[-limit:] if limit else self.events.copy()
 
 
-class EventCache(Lru[bytes, CachedEvents]):
-    """The events of the sessions that were read last, at most *limit* bytes in total, by tag."""
-
-    def keep(self, tag: bytes, new: CachedEvents) -> None:
-        """Cache *new*, unless more events of the session are cached: during a slow read, another
-        task may have read later events.
-        """
-        cached = self.get(tag)
-        same_session = cached is not None and cached.session_row_id == new.session_row_id
-        if cached is None or not same_session or cached.revision < new.revision:
-            self.put(tag, new, new.size)
-
-
 class RowCache:
     """The rows that this process has read or written last, by tag: at most *limit* of each kind.
 
@@ -96,7 +83,8 @@ class RowCache:
         self.apps: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
-        self.events: EventCache = EventCache(size_of_events)
+        # The first events of the sessions that were read last, in at most *size_of_events* bytes.
+        self.events: Lru[bytes, CachedEvents] = Lru(size_of_events)
         self.entry_count: int = 0
         self.found_erased_user: bool = False
 
@@ -132,6 +120,15 @@ class RowCache:
         if session.row.has_snapshot and session.snapshot is not None:
             session = session._replace(snapshot=None)
         self.put(self.sessions, witness, session, is_verified=is_verified)
+
+    def put_events(self, tag: bytes, new: CachedEvents) -> None:
+        """Cache *new*, unless more events of the session with *tag* are cached: during a slow read,
+        another task may have read later events.
+        """
+        cached = self.events.get(tag)
+        same_session = cached is not None and cached.session_row_id == new.session_row_id
+        if cached is None or not same_session or cached.revision < new.revision:
+            self.events.put(tag, new, new.size)
 
     def forget_session(self, tag: bytes) -> None:
         """Remove the session with *tag* and its events, because the session is not stored."""

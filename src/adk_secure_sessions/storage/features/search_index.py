@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
 
@@ -45,8 +46,8 @@ class SearchIndex:
             index_rows.check_key(key)
         self._runner = runner
         self._feature = Feature(runner, FeatureName.STATE_INDEX, create_table=create_table)
-        # The apps whose keys were declared, and the keyring that was current then.
-        self._declared: tuple[Keyring | None, set[str]] = (None, set())
+        # The apps whose keys were declared, by the keyring that was current then.
+        self._declared: WeakKeyDictionary[Keyring, set[str]] = WeakKeyDictionary()
 
     async def find(
         self, app_name: str, key: str, value: object, options: PageOptions
@@ -95,13 +96,10 @@ class SearchIndex:
         if not self.state_keys:
             return
         keyring = await self._runner.keyring()
-        declared_with, declared = self._declared
-        if declared_with is not keyring:
-            declared = set()
-        elif app_name in declared:
-            return
-        await self.declare(app_name, self.state_keys)
-        self._declared = (keyring, {*declared, app_name})
+        declared = self._declared.setdefault(keyring, set())
+        if app_name not in declared:
+            await self.declare(app_name, self.state_keys)
+            declared.add(app_name)
 
 
 class NotIndexed(Exception):
