@@ -169,7 +169,7 @@ def _parse_items(collection: Collection | None) -> list[Version]:
     versions: list[Version] = []
     count = None if first else 0  # the first of several last items cannot be checked
     for number, plaintext in enumerate(collection.items, first):
-        versions.append(_parse_item(collection.version.session_row, number, plaintext, count))
+        versions.append(_parse_item(collection.version.session_row_id, number, plaintext, count))
         count = versions[-1].version_count
     return versions
 

@@ -120,7 +120,7 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
             if blob is None:
                 continue
             named.add(blob.name)
-            row = f"{collection.version.session_row}, {version.item_number}"
+            row = f"{collection.version.session_row_id}, {version.item_number}"
             found = stored.get(blob.name) if blob.prefix == blobs.prefix else None
             if problem := await storage_error(store, blob, found and found.size):
                 result.missing += 1
@@ -262,7 +262,7 @@ async def artifacts_of(
                     continue
                 # If the tag of the stored row was modified, `get` may have found another row.  But
                 # it is no error if the stored row was deleted and another row was created.
-                is_other = collection.version.session_row != stored.id
+                is_other = collection.version.session_row_id != stored.id
                 if is_other and await sessions_in_rows(db, [stored.id]):
                     raise TamperedError("its tag was modified", Reason.WRONG_OWNER)
                 versions = versions_of(collection)

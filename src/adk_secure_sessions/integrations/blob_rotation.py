@@ -120,7 +120,7 @@ class _BlobRotationRun(DataRotationRun):
                     if version.blob.prefix == self._blobs.prefix:
                         await self._blobs.mark(version.blob.name)
             except DecryptionError as error:
-                row = f"{collection.version.session_row}, {version.item_number}"
+                row = f"{collection.version.session_row_id}, {version.item_number}"
                 if error.table is None:
                     error = error.about(f"its blob {version.blob.name}")
                     self.result.bad_blobs += 1
@@ -164,7 +164,7 @@ class _BlobRotationRun(DataRotationRun):
                 at = await self._collections.append_at(now.version, ids, item)
                 return now._replace(version=at, items=(*now.items, item))
             except (writes.MissingSession, writes.StaleRevision):
-                now = await self._collections.get(ids)
-                if now is not None and now.version.session_row != collection.version.session_row:
+                now, row_id = await self._collections.get(ids), collection.version.session_row_id
+                if now is not None and now.version.session_row_id != row_id:
                     now = None
         return now

@@ -284,7 +284,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
             entries = await memory.search(query)
         else:
             entries = await _rank(self._ranker, query, memory)
-        row = memory.version.session_row
+        row = memory.version.session_row_id
         return SearchMemoryResponse(memories=[entry.to_memory_entry(row) for entry in entries])
 
     @audited_access("memory.delete")
@@ -423,7 +423,7 @@ async def _apply_items(memory: UserMemory, collection: Collection) -> bool:
 
 async def _decode_items(collection: Collection) -> list[tuple[MemoryItem, str]]:
     """Return the items of *collection*, each with the version of google-adk that wrote it."""
-    row, first = collection.version.session_row, collection.size - len(collection.items)
+    row, first = collection.version.session_row_id, collection.size - len(collection.items)
     items = []
     async for number, plaintext in paced(enumerate(collection.items, first)):
         try:
@@ -467,7 +467,7 @@ async def _encode_items(items: Iterable[NewItem]) -> list[bytes]:
 async def _rank(ranker: MemoryRanker, query: str, memory: UserMemory) -> list[Entry]:
     with memory.lock:
         entries = sorted(memory.entries.items())
-        row = memory.version.session_row
+        row = memory.version.session_row_id
     offered: dict[RankedEntry, tuple[int, Entry]] = {}
     async for key, entry in paced(entries):
         name = f"{row}.{entry.item_number}.{entry.position}"

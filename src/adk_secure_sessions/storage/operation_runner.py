@@ -153,9 +153,9 @@ class Attempt(NamedTuple):
     def variant_of(self, query: sql.QueryVariants) -> sa.CompoundSelect[Any]:
         return query.with_keys if self.key_source is KeySource.QUERY else query.without_keys
 
-    def load_rows(self, answer: Sequence[Row]) -> sql.QueryRows:
-        """Return the rows in *answer*, and unwrap the data keys that the query has read."""
-        rows = sql.QueryRows(answer)
+    def load_rows(self, query: sql.QueryVariants, answer: Sequence[Row]) -> sql.QueryRows:
+        """Return the rows in the *answer* to *query*, and unwrap the data keys among them."""
+        rows = sql.QueryRows(answer, query.reads_snapshots)
         if self.key_source is KeySource.QUERY:
             self.keys.load(rows.data_keys, rows.master_fingerprints)
         return rows
@@ -165,7 +165,8 @@ class Attempt(NamedTuple):
     ) -> sql.QueryRows:
         """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
         values = {**self.identity.tags(), **parameters}
-        return self.load_rows(await executors.data.read(self.variant_of(query), values))
+        answer = await executors.data.read(self.variant_of(query), values)
+        return self.load_rows(query, answer)
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
         """Whether *cached* was made since this attempt began, perhaps after it had read the row."""

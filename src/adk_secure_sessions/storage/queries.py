@@ -62,6 +62,7 @@ class QueryVariants(NamedTuple):
 
     without_keys: sa.CompoundSelect[Any]
     with_keys: sa.CompoundSelect[Any]
+    reads_snapshots: bool = True  # or the query reads no sessions
 
 
 _app_tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
@@ -342,9 +343,11 @@ def page_of_sessions(
         )
     if with_snapshots:
         members.append(_SNAPSHOT_KIND.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
-    if not of_app:
-        return _variants(*_APP_AND_USER, *members)
-    return _user_variants(users.c.id.in_(sa.select(page.c.user_row)), *members)
+    if of_app:
+        variants = _user_variants(users.c.id.in_(sa.select(page.c.user_row)), *members)
+    else:
+        variants = _variants(*_APP_AND_USER, *members)
+    return variants._replace(reads_snapshots=with_snapshots)
 
 
 def _last_events() -> sa.Select[Any]:
@@ -362,14 +365,14 @@ SESSION_WITH_EVENTS_FROM = _session_variants(
     _EVENT_KIND.select(events.c.session_row == _SESSION_ID, events.c.seq >= _first)
 )
 SESSION_WITHOUT_EVENTS = _session_variants()
-# Reads no snapshot.  The parameters `first` and `last` are the `seq` of the first and last event.
+# The parameters `first` and `last` are the `seq` of the first and the last event.
 SESSION_WITH_EVENTS_BETWEEN = _variants(
     *_SESSION_AND_OWNERS,
     _EVENT_KIND.select(
         events.c.session_row == _SESSION_ID,
         events.c.seq.between(_first, sa.bindparam("last")),
     ),
-)
+)._replace(reads_snapshots=False)
 SESSIONS_OF_USER = _listing()
 COLLECTIONS_OF_USER = _listing(IS_COLLECTION)
 SESSIONS_OF_APP = _listing_of_app()
@@ -563,9 +566,13 @@ DELETE_WITNESS = sa.delete(witnesses).where(witnesses.c.tag == sa.bindparam("at_
 
 
 class QueryRows:
-    """The rows of one read, by kind.  On SQLite, a modified value may have any type."""
+    """The rows of one read, by kind.  On SQLite, a modified value may have any type.
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    *has_snapshots* is whether the query reads the snapshots of sessions.
+    """
+
+    def __init__(self, rows: Iterable[Row], has_snapshots: bool = True) -> None:
+        self.has_snapshots: bool = has_snapshots
         kinds: list[list[Any]] = [[], [], [], [], [], [], [], [], [], []]
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}

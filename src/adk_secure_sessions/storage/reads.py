@@ -197,7 +197,7 @@ class EventPosition(NamedTuple):
     event, a newest-first page with it.
     """
 
-    session_row: int
+    session_row_id: int
     seq: int
     link: bytes
 
@@ -236,11 +236,10 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
             query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
         rows = await attempt.read(executors, query, first=first, last=last, limit=limit + 1)
         _, user = sealed_rows.open_owners(attempt, rows)
-        reads_snapshot = query is sql.SESSION_WITH_LAST_EVENTS
-        session = sealed_rows.open_session(attempt, rows, user, with_snapshot=reads_snapshot)
+        session = sealed_rows.open_session(attempt, rows, user)
         if session is None or session.has_expired:
             return None
-        if position and position.session_row != session.row.id:
+        if position and position.session_row_id != session.row.id:
             return None
         last = min(last, session.row.revision - 1)
         if self.newest:
@@ -297,7 +296,6 @@ class Listing(StorageOperation[T]):
     of_app: bool = False
     skips_unreadable: bool = False
     is_collection: bool = False
-    with_snapshots: bool = True
 
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skips_unreadable
@@ -325,9 +323,7 @@ class Listing(StorageOperation[T]):
                         SESSIONS.name,
                         row.id,
                     )
-                session = sealed_rows.open_session_row(
-                    attempt, rows, user, row, with_snapshot=self.with_snapshots
-                )
+                session = sealed_rows.open_session_row(attempt, rows, user, row)
                 if user.row.id not in checked_users:
                     sealed_rows.require_app(app, user)
                     checked_users.add(user.row.id)
@@ -382,8 +378,8 @@ class ListSessions(Listing[list[SessionView]]):
 class SessionPosition(NamedTuple):
     """The position of a row in a paged listing: the row id of its user, and its own row id."""
 
-    user_row: int
-    row: int
+    user_row_id: int
+    row_id: int
 
 
 PageOfSessions = Page[SessionView, SessionPosition]
@@ -393,7 +389,8 @@ class PageOptions(NamedTuple):
     """At most *limit* sessions that follow the position *after*, in order of creation.
 
     *newest* reverses the order.  If *updated* is given, only sessions are read whose last update is
-    in this range (microseconds).  *with_snapshots* and *skips_unreadable* are those of `Listing`.
+    in this range (microseconds).  Without *with_snapshots*, large states are not read.
+    *skips_unreadable* is that of `Listing`.
     """
 
     limit: int
@@ -413,13 +410,7 @@ class ListPage(Listing[PageOfSessions]):
     found_by: sql.FoundBy | None = None
 
     def __init__(self, identity: Identity, options: PageOptions, *, of_app: bool = True) -> None:
-        snapshots = options.with_snapshots
-        super().__init__(
-            identity,
-            of_app=of_app,
-            skips_unreadable=options.skips_unreadable,
-            with_snapshots=snapshots,
-        )
+        super().__init__(identity, of_app=of_app, skips_unreadable=options.skips_unreadable)
         self._options = options
 
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
@@ -430,8 +421,8 @@ class ListPage(Listing[PageOfSessions]):
         updated = self._options.updated or range(0)
         return {
             "limit": limit + 1,  # the additional row shows that a page follows
-            "after_user": after.user_row,
-            "after_row": after.row,
+            "after_user": after.user_row_id,
+            "after_row": after.row_id,
             "updated_from": updated.start,
             "updated_until": updated.stop,
         }
@@ -454,7 +445,7 @@ class ListPage(Listing[PageOfSessions]):
         query = sql.page_of_sessions(
             of_app=self.of_app,
             newest=self._options.newest,
-            with_snapshots=self.with_snapshots,
+            with_snapshots=self._options.with_snapshots,
             by_time=self._options.updated is not None,
             found_by=self.found_by,
         )

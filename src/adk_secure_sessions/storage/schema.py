@@ -509,7 +509,7 @@ class Owner(NamedTuple):
 class SessionVersion(NamedTuple):
     """The row id and the revision of a session or a collection."""
 
-    session_row: int
+    session_row_id: int
     revision: int
 
 

@@ -117,9 +117,7 @@ def stored_twice_error(table: str, row: int) -> TamperedError:
     return TamperedError("it is stored twice", Reason.MISMATCH, table, row)
 
 
-def open_session(
-    attempt: Attempt, rows: QueryRows, user: Owner | None, *, with_snapshot: bool = True
-) -> StoredSession | None:
+def open_session(attempt: Attempt, rows: QueryRows, user: Owner | None) -> StoredSession | None:
     """Return the session; None if it is not stored, which also removes it from the caches.  Raise
     DecryptionError if one of its rows, or only its user's row, was tampered with or removed.
     """
@@ -130,7 +128,7 @@ def open_session(
         return None
     if user is None:
         raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
-    session = open_session_row(attempt, rows, user, row, with_snapshot=with_snapshot)
+    session = open_session_row(attempt, rows, user, row)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         raise TamperedError(
             f"not the requested {'collection' if attempt.identity.is_collection else 'session'}",
@@ -142,7 +140,7 @@ def open_session(
 
 
 def open_session_row(
-    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, *, with_snapshot: bool = True
+    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow
 ) -> StoredSession:
     """Return the decrypted session in *row*, which may be any session of *user*.
 
@@ -158,10 +156,10 @@ def open_session_row(
         and rows.last_seqs.get(row.id) == row.revision - 1
     ):
         unchanged = cached
-        is_complete = not with_snapshot or cached.value.snapshot is not None
+        is_complete = not rows.has_snapshots or cached.value.snapshot is not None
         if is_complete and witness and cached.witness == witness:
             return cached.value
-    session = _decrypt_session(attempt, rows, user, row, with_snapshot)
+    session = _decrypt_session(attempt, rows, user, row)
     with locating_errors(SESSIONS.name, row.id):
         _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
         _reject_older(attempt, cached, row.id, row.revision)
@@ -172,7 +170,7 @@ def open_session_row(
 
 
 def _decrypt_session(
-    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, with_snapshot: bool
+    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow
 ) -> StoredSession:
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with locating_errors(SESSIONS.name, row.id):
@@ -198,7 +196,7 @@ def _decrypt_session(
             )
     identity = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
-    if with_snapshot or not has_snapshot:
+    if rows.has_snapshots or not has_snapshot:
         snapshot = _open_snapshot(attempt, rows, identity, user, row, snapshot_link)
     return StoredSession(row, session_id, overlay, snapshot, last_link, snapshot_link)
 

@@ -524,7 +524,7 @@ class AppendEvent(Write[StoredSession]):
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
         if self._unconfirmed:
-            where = {"session_row": self.expected.session_row, "v0": self.expected.revision}
+            where = {"session_row": self.expected.session_row_id, "v0": self.expected.revision}
             for row in (yield Read(sql.events_at(1), where)):
                 session: StoredSession | None = self._unconfirmed.get(row[EVENT_RECORD])
                 if session:
@@ -592,7 +592,7 @@ def read_rows(
     attempt: Attempt, query: QueryVariants = sql.SESSION_WITHOUT_EVENTS
 ) -> Steps[QueryRows]:
     parameters = {**attempt.identity.tags(), "limit": 1}
-    return attempt.load_rows((yield Read(attempt.variant_of(query), parameters)))
+    return attempt.load_rows(query, (yield Read(attempt.variant_of(query), parameters)))
 
 
 def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:

@@ -183,7 +183,7 @@ class ReplaceItems(AppendEvent):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         self._rows: dict[int, Row] = {}
         for part in sql.padded_chunks(self.replaced):
-            where = {"session_row": self.expected.session_row, **sql.list_parameters(part)}
+            where = {"session_row": self.expected.session_row_id, **sql.list_parameters(part)}
             for row in (yield Read(sql.events_at(len(part)), where)):
                 self._rows[row[EVENT_SEQ]] = row
         return (yield from super().steps(attempt, owner_changes))
@@ -197,7 +197,7 @@ class ReplaceItems(AppendEvent):
 
     def _replacement(self, attempt: Attempt, seq: int) -> Change:
         """Return the change that replaces item *seq*; its new record contains the same links."""
-        session_row_id, tag = self.expected.session_row, attempt.identity.user_tag
+        session_row_id, tag = self.expected.session_row_id, attempt.identity.user_tag
         with locating_errors(EVENTS.name, f"{session_row_id}, {seq}"):
             if (row := self._rows.get(seq)) is None:
                 if attempt.may_skip_read:

@@ -130,7 +130,7 @@ class _ListExpired(Listing[list[SessionView]]):
     lists_expired = True
 
     def __init__(self, identity: Identity, now: int) -> None:
-        super().__init__(identity, of_app=True, skips_unreadable=True, with_snapshots=False)
+        super().__init__(identity, of_app=True, skips_unreadable=True)
         self._now = now
 
     async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
