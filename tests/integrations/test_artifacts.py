@@ -258,7 +258,7 @@ async def test_bad_input_stores_nothing(
     for metadata in ({"f": print}, {"n": 10**5000}):
         with pytest.raises(ValueError, match="custom_metadata"):
             await ours.save_artifact(**HERE, artifact=text, custom_metadata=metadata)
-    with pytest.raises(ValueError, match="filename has more than 1024 bytes"):
+    with pytest.raises(InputValidationError, match="filename has more than 1024 bytes"):
         await ours.save_artifact(**WHO, session_id="s", filename="x" * 1025, artifact=text)
     with pytest.raises(ConfigurationError):
         EncryptedArtifactService(sessions, "ftp://x")
@@ -317,6 +317,6 @@ async def test_part_that_could_not_be_read_back_is_not_stored(
 
 
 async def test_name_with_a_lone_surrogate_is_rejected(ours: EncryptedArtifactService) -> None:
-    with pytest.raises(ValueError, match="filename has a lone surrogate"):
+    with pytest.raises(InputValidationError, match="filename has a lone surrogate"):
         await ours.save_artifact(**HERE | {"filename": "\ud800"}, artifact=types.Part(text="x"))
     assert await ours.list_artifact_keys(**WHO) == []

@@ -126,10 +126,10 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
         Raises:
             InputValidationError: *artifact* is no part, or has neither bytes, nor text, nor a
-                reference to a file.  Or the name does not begin with `user:`, and *session_id* is
-                None.
-            ValueError: An id is too long, the part would change when it is stored and read back,
-                or *custom_metadata* contains a value that cannot be converted to JSON.
+                reference to a file.  Or an id or the name is no string or too long.  Or the name
+                does not begin with `user:`, and *session_id* is None.
+            ValueError: The part would change when it is stored and read back, or *custom_metadata*
+                contains a value that cannot be converted to JSON.
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
@@ -373,7 +373,10 @@ async def _recording_rejections(
 
 def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> Address:
     """Check the arguments; return where the artifact is stored."""
-    check_ids(app_name, user_id, session_id or "", filename=filename)
+    try:
+        check_ids(app_name, user_id, session_id or "", filename=filename)
+    except ValueError as error:  # `adk web` answers only this class of errors with status 400
+        raise InputValidationError(str(error)) from None
     if filename.startswith(USER_PREFIX):
         session_id = None
     elif session_id is None:
