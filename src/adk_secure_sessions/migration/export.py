@@ -156,15 +156,8 @@ class _ExportRun(ABC):
     ) -> AsyncIterator[Mapping[Ids, SessionContent]]:
         """Yield the sessions in batches; with *reports*, reject those that cannot be decrypted."""
         async for batch in self._source.sessions(self._selection):
-            if self._user_id is not None:
-                batch = [
-                    session
-                    for session in batch
-                    if session.user_id == self._user_id or session.reason
-                ]
-            contents = await self._source.read(batch)
-            for session in contents:
-                self._record_user(session.app_name, session.user_id)
+            wanted = [one for one in batch if one.reason or self._is_wanted(*one.ids[:2])]
+            contents = await self._source.read(wanted)
             yield {
                 session.ids: c for session, c in contents.items() if isinstance(c, SessionContent)
             }
@@ -178,21 +171,22 @@ class _ExportRun(ABC):
         async for batch in self._source.states(self._selection):
             for ids, state in batch.items():
                 if isinstance(state, bytes):
-                    self._record_user(*ids)
                     if self._is_wanted(*ids):
                         yield ids, state
                 elif reports:
                     self._reject(ids, state.reason)
 
     def _is_wanted(self, app_name: str, user_id: str | None = None) -> bool:
-        is_of_user = app_name in self._users and user_id in (None, self._user_id)
-        return self._user_id is None or is_of_user
+        """If only one user is exported, return whether this is the user, or an app of the user.
 
-    def _record_user(self, app_name: str, user_id: str | None = None) -> None:
-        """If this is the one user to export, add the tag in this app to the audit record."""
-        if user_id is not None and user_id == self._user_id and app_name not in self._users:
+        Add the user's tag in this app to the audit record.
+        """
+        if self._user_id is None:
+            return True
+        if user_id == self._user_id and app_name not in self._users:
             self._users[app_name] = self._index_master.tag_of(app_name, user_id).hex()
             add_facts(users=list(self._users.values()))
+        return app_name in self._users and user_id in (None, self._user_id)
 
     def _reject(self, ids: Ids, reason: str) -> None:
         self._result.bad += 1

@@ -146,14 +146,14 @@ class SourceScan:
             yield await self._state_items(batch)
 
     async def rescan(self) -> AsyncIterator[ListedSession | GoneCopy]:
-        """List the source again.  First yield the sessions that were created or changed since they
-        were listed, then each copy whose session the source no longer lists.
+        """List the source again; yield the sessions that are new or changed, then the gone copies.
 
-        Only copies of apps that the source has now count.  If it has none and reads all apps, the
-        copies of every app count, and the caller decides whether it is the wrong source.  Copies
-        that were continued or have expired are left out: the source may not list an expired
-        session.  No copy is yielded with `since`, after a comparison has ended the migration, or
-        if ids of the source cannot be decrypted.
+        A copy is gone if the source no longer lists its session.  Only copies of apps that the
+        source has now count.  If it has none and reads all apps, the copies of every app count, and
+        the caller decides whether it is the wrong source.  Copies that were continued or have
+        expired are left out: the source may not list an expired session.  No copy is yielded with
+        `since`, after a comparison has ended the migration, or if ids of the source cannot be
+        decrypted.
         """
         unseen_copies = await self._unseen_copies()
         async for batch in self._list_sessions():
