@@ -656,9 +656,12 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     async def _append(self, session: Session, event: Event) -> None:
         scopes = json_text.convert_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
-        marker = session._storage_update_marker
-        if marker is None:
-            expected = await self._version_of_unmarked(session)
+        new_event = writes.NewEvent(events.encode(event), time_us, *scopes)
+        if self._index.state_keys:
+            await self._index.declare_configured(session.app_name)
+        identity = await self._runner.identify(session.app_name, session.user_id, session.id)
+        if (marker := session._storage_update_marker) is None:
+            expected = await self._version_of_unmarked(session, identity)
         else:
             expected = _parse_marker(marker)
 
@@ -668,22 +671,18 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             session.state.update(event.actions.state_delta or {})
             session.events.append(event)
 
-        new = writes.NewEvent(events.encode(event), time_us, *scopes)
-        if self._index.state_keys:
-            await self._index.declare_configured(session.app_name)
-        identity = await self._runner.identify(session.app_name, session.user_id, session.id)
         try:
-            await self._runner.run(writes.AppendEvent(identity, expected, new, apply_to_session))
+            append = writes.AppendEvent(identity, expected, new_event, apply_to_session)
+            await self._runner.run(append)
         except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
         except writes.StaleRevision:
             raise StaleSessionError(STALE) from None
 
-    async def _version_of_unmarked(self, session: Session) -> SessionVersion:
+    async def _version_of_unmarked(self, session: Session, identity: Identity) -> SessionVersion:
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
-        identity = await self._runner.identify(session.app_name, session.user_id, session.id)
         loaded = await self._runner.run(reads.GetSession(identity, events.decode, limit=1))
         if loaded is None:
             raise SessionNotFoundError("Session not found.")

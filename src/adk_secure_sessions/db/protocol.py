@@ -87,7 +87,7 @@ class Apply(NamedTuple):
 
 
 Steps = Generator[Read | Apply, Any, T]
-Transaction = Callable[[], Steps[T]]
+Transaction = Callable[[], Steps[T]]  # begins a transaction: an executor calls it once
 
 
 class Executor(Protocol):
