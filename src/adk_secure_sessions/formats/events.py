@@ -25,6 +25,7 @@ from adk_secure_sessions.formats.json_text import JsonObject
 logger: logging.Logger = logging.getLogger(__name__)
 
 _PREFIX = bytes([len(adk_version)]) + adk_version.encode("ascii")
+_PREFIX_LENGTH = len(_PREFIX)
 # Created at the first event: comparing both with google-adk's own takes 35 ms, which would delay
 # the import and every command.
 _parser = cache(create_parser)
@@ -207,8 +208,8 @@ def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Even
     ConfigurationError, if the installed google-adk cannot read it, names the event's *table*, its
     *row* and both versions of google-adk.
     """
-    is_ours = plaintext.startswith(_PREFIX)
-    if start := len(_PREFIX) if is_ours else json_text.version_end(plaintext):
+    is_ours = plaintext[:_PREFIX_LENGTH] == _PREFIX
+    if start := _PREFIX_LENGTH if is_ours else json_text.version_end(plaintext):
         try:
             return _parser()(plaintext[start:])
         except ValueError:

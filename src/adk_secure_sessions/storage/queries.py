@@ -577,12 +577,12 @@ class QueryRows:
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
-        listed = kinds[_WITNESS_KIND.number]
+        listed, event_rows = kinds[_WITNESS_KIND.number], kinds[_EVENT_KIND.number]
         event, session, tag_of_session = _EVENT_KIND.number, _SESSION_KIND.number, 1 + _INTEGERS
         for row in rows:
             number = row[0]
             if number == event:
-                kinds[number].append(row)
+                event_rows.append(row)
                 continue
             if number == session:
                 self.last_seqs[row[1]] = row[_LAST_SEQ]

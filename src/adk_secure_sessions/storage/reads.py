@@ -174,6 +174,7 @@ async def _decode_in_chunks(
     may run.
     """
     decoded: list[E] = []
+    session_row_id = session.row.id
     for start in range(0, len(event_rows), _CHUNK):
         if start:
             await asyncio.sleep(0)
@@ -181,7 +182,7 @@ async def _decode_in_chunks(
         plaintexts, link = sealed_rows.open_events(attempt, session, rows, link)
         # A generator would take longer: it is resumed for each event.
         decoded += [
-            decode(plaintext, session.row.id, row[EVENT_SEQ])
+            decode(plaintext, session_row_id, row[EVENT_SEQ])
             for row, plaintext in zip(rows, plaintexts, strict=True)
             if since is None or row[EVENT_TIME] >= since
         ]

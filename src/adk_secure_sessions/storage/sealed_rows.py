@@ -14,6 +14,7 @@ from adk_secure_sessions.formats.records import (
     EVENT_REST,
     HEADER_LENGTH,
     NO_LINK,
+    context_with_prefix,
     encode_text,
     join_id,
     open_plaintext,
@@ -270,7 +271,7 @@ def open_events(
             if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
-            context = records.context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
+            context = context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
             plaintext = open_plaintext(record, context, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history_error()
@@ -328,9 +329,7 @@ def seal_witness(
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
     """Return *session* with a new record in its row."""
     identity = attempt.identity
-    context = records.context_with_prefix(
-        identity.session_prefix, *SESSIONS.integers_of(session.row)
-    )
+    context = context_with_prefix(identity.session_prefix, *SESSIONS.integers_of(session.row))
     fields = records.join_session(session.last_link, session.snapshot_link, session.overlay)
     plaintext = join_id(identity.session_id, fields)
     record = attempt.keys.seal(identity.user_tag, context, plaintext)
@@ -365,7 +364,7 @@ def seal_events(
     prefix, tag, seal = attempt.identity.event_prefix, attempt.identity.user_tag, attempt.keys.seal
     rows = []
     for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
-        context = records.context_with_prefix(prefix, session_row_id, seq, at)
+        context = context_with_prefix(prefix, session_row_id, seq, at)
         record = seal(tag, context, link + previous + event)
         rows.append(EventRow(session_row_id, seq, at, record))
         previous = link
