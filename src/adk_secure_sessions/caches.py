@@ -93,6 +93,8 @@ class Lru(Generic[K, V]):
             return [(key, value) for key, (value, _) in self._entries.items()]
 
     def drop(self, key: K) -> None:
+        if key not in self._entries:
+            return  # as most sessions in the cache of events, which may be off
         with self._lock.lock:
             _, size = self._entries.pop(key, (None, 0))
             self.size -= size

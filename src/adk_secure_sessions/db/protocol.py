@@ -182,14 +182,15 @@ def apply_in_turn(
     """Answer an Apply by *run*, which makes a change and returns how many rows it matched."""
     is_first = True
     for change in changes:
-        if change.only_on_cluster and not is_cluster:
+        _, _, must_match_one_row, _, only_on_cluster = change
+        if only_on_cluster and not is_cluster:
             continue
         matched = run(change)
-        if change.must_match_one_row and matched != 1:
+        if must_match_one_row and matched != 1:
             if is_first and matched == 0:
                 return False
             raise Conflict
-        is_first = is_first and change.only_on_cluster
+        is_first = is_first and only_on_cluster
     return True
 
 

@@ -660,9 +660,9 @@ class WorkerThread:
 
     def _apply(self, driver: sqlite3.Connection, changes: Sequence[Change]) -> bool:
         def change_rows(change: Change) -> int:
-            execute: Any = driver.executemany if change.rows else driver.execute
-            values = change.rows or change.parameters
-            rowcount: int = execute(sqlite_sql(change.statement), values).rowcount
+            statement, parameters, _, rows, _ = change
+            execute: Any = driver.executemany if rows else driver.execute
+            rowcount: int = execute(sqlite_sql(statement), rows or parameters).rowcount
             return rowcount
 
         return self.with_time_limit(apply_in_turn, change_rows, changes, writes=True)
