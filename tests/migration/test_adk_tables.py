@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from adk_secure_sessions import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.migration import Package1x, adk_sql, open_source
-from adk_secure_sessions.migration.adk_sql import TableKind, kinds_in
+from adk_secure_sessions.migration.adk_sql import ADK_TABLES, TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.conformance import samples, values
@@ -751,3 +751,15 @@ async def test_names_that_differ_in_case_share_a_state_as_in_google_adk(adk: Adk
     async with adk.source() as source:
         assert len(await listed(source)) == 3
         await assert_same_as_adk(adk.service, source)
+
+
+@pytest.mark.parametrize("kind", ["v1-mysql"])
+async def test_ids_in_tables_with_another_character_set_are_read(adk: Adk) -> None:
+    """The default of MariaDB before 11.6 is latin1; the texts of a query are utf8mb4."""
+    adk.run("ALTER TABLE events DROP FOREIGN KEY events_ibfk_1")
+    for table in ADK_TABLES:
+        adk.run(f"ALTER TABLE {table.name} CONVERT TO CHARACTER SET latin1")
+    for number, user_id in enumerate(["ada", "jörg", "zoë"]):
+        await fill(adk.service, [said(f"{number}")], user_id=user_id)
+    async with adk.source() as source:
+        assert await assert_same_as_adk(adk.service, source) == 3

@@ -438,6 +438,10 @@ class AdkQueries:
     def _is_one_of(
         self, columns: Sequence[sa.ColumnElement[Any]], keys: Sequence[tuple[str, ...]]
     ) -> sa.ColumnElement[bool]:
+        if self._is_mysql and not all(name.isascii() for key in keys for name in key):
+            # MariaDB does not convert a list of tuples to the character set of the columns.
+            pairs = (zip(columns, key, strict=True) for key in keys)
+            return sa.or_(*(sa.and_(*(column == name for column, name in key)) for key in pairs))
         if self._is_mysql or not (self._has_index or self.dialect == "postgresql"):
             return sa.tuple_(*columns).in_(keys)
         if self.dialect == "sqlite":
