@@ -182,6 +182,17 @@ async def test_verify_names_modified_rows_and_fill_corrects_them(
         assert await found(service, "B", "user:mrn") == {"two", "without"}
 
 
+async def test_fill_keeps_the_rows_of_a_session_whose_id_was_modified(victim: Victim) -> None:
+    victim.run("UPDATE secure_sessions SET id = 7 WHERE id = :one")
+    async with victim.maintained() as db:
+        filled = await fill_index(db, CLINIC, ["ticket"])
+        assert (filled.bad, filled.complete, filled.removed) == (1, False, 0)
+        victim.run("UPDATE secure_sessions SET id = :one WHERE id = 7")
+        assert (await verify(db)).bad == 0
+    async with victim.service() as service:
+        assert await found(service, VALUE) == {"one"}
+
+
 async def test_replayed_row_finds_no_session(victim: Victim) -> None:
     async with victim.service() as service:
         session = await service.get_session(app_name=CLINIC, user_id="ada", session_id="one")

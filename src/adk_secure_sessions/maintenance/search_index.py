@@ -113,11 +113,11 @@ async def fill_index(
             await in_groups(_AT_ONCE, partial(correct, users), owners)
     async for page in scan_sessions(db):
         await in_groups(_AT_ONCE, partial(correct, sessions), page)
-    app_tag = (await db.runner.identify(app_name)).app_tag
-    result.removed = await _delete_rows(db, tags, *index_orphan_conditions(app_tag))
     result.problems = tuple(problems.items)
     result.complete = skip_unreadable or not problems.count
-    if result.complete:
+    if result.complete:  # otherwise, a row without a session may be that of a session with a bad id
+        app_tag = (await db.runner.identify(app_name)).app_tag
+        result.removed = await _delete_rows(db, tags, *index_orphan_conditions(app_tag))
         await db.runner.data.run(partial(index_rows.complete, await db.keyring(), tags))
     meter.finish()
     return result
