@@ -181,9 +181,9 @@ class TransactionKeys:
         # Whether `load` has rejected a row because its data master is not known, while the stored
         # keyring differs from the keyring of this process.
         self.lacks_master: bool = False
-        self.measured: telemetry.Operation | None = telemetry.current_operation()
-        if self.measured is not None:
-            self.measured.compact()
+        self.measured_call: telemetry.Operation | None = telemetry.current_operation()
+        if self.measured_call is not None:
+            self.measured_call.compact()
 
     def load(self, rows: Iterable[DataKeyRow], fingerprints: Iterable[MasterFingerprint]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
@@ -345,7 +345,7 @@ class TransactionKeys:
         key = self.current(owner_tag)
         assert key is not None
         record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
-        if self.measured is not None:
+        if self.measured_call is not None:
             self.count_work("encrypt", key, len(content) - has_flags, began)
         return record
 
@@ -366,7 +366,7 @@ class TransactionKeys:
         key = self.key_of(owner_tag, record)
         began = perf_counter()
         plaintext = records.open_plaintext(record, context, key.cipher, if_packed)
-        if self.measured is not None:
+        if self.measured_call is not None:
             self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext
 
@@ -375,17 +375,17 @@ class TransactionKeys:
 
         *direction* is `encrypt` or `decrypt`; *began* is `time.perf_counter()` before it.
         """
-        if self.measured is not None:
+        if self.measured_call is not None:
             seconds = perf_counter() - began
             name = self._database_keys.backends[key.backend_id].name
-            self.measured.measurements.append(
+            self.measured_call.measurements.append(
                 (telemetry.cipher_kind(name, direction), size, seconds)
             )
 
     def count_lookup(self, kinds: dict[bool, telemetry.WorkKind], *, hit: bool) -> None:
         """Count a lookup in a cache, if anything is measured."""
-        if self.measured is not None:
-            self.measured.measurements.append((kinds[hit], 1, 0.0))
+        if self.measured_call is not None:
+            self.measured_call.measurements.append((kinds[hit], 1, 0.0))
 
     def key_of(self, owner_tag: bytes, record: bytes) -> DataKey:
         """Return the data key that the header of *record* names.  No other key is tried.

@@ -371,8 +371,8 @@ class OperationRunner:
         """Attempt *operation* by the rules of this module, and return its result."""
         identity, database_keys = operation.identity, opened.keys
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
-        if measured := telemetry.current_operation():
-            measured.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
+        if measured_call := telemetry.current_operation():
+            measured_call.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
         key_retries, retries = KeyRetryState(), None
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
         may_skip_read = are_cached and not operation.needs_fresh_keys

@@ -279,7 +279,7 @@ def open_events(
             plaintexts.append(plaintext[EVENT_REST])
         except DecryptionError as error:
             raise error.located(EVENTS.name, f"{session_row_id}, {seq}") from None
-    if key is not None and attempt.keys.measured is not None:
+    if key is not None and attempt.keys.measured_call is not None:
         attempt.keys.count_work("decrypt", key, sum(map(len, plaintexts)), began)
     return plaintexts, previous
 
