@@ -253,12 +253,8 @@ def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
 
 
 def _numbers(result: object) -> dict[str, object] | None:
-    """Return the fields of *result* that are integers or booleans; None if there are none.
-
-    Only a `Result` or a named tuple has fields.
-    """
-    is_result = isinstance(result, Result)
-    fields: dict[str, object] = vars(result) if is_result else getattr(result, "_asdict", dict)()
+    """Return the fields of *result* that are integers or booleans; None if there are none."""
+    fields = vars(result) if isinstance(result, Result) else {}
     return {name: value for name, value in fields.items() if isinstance(value, int)} or None
 
 

@@ -4,17 +4,19 @@ The run of a command increments the counters of its result.  From the declaratio
 prints them and knows whether the command has succeeded.  A result is a dataclass:
 
     @dataclass
-    class Purge(Result):
+    class SessionPurge(Result):
         deleted: int = counter("session", "deleted", is_change=True)
         bad: int = counter("session", "cannot be decrypted, and kept", is_failure=True)
         problems: tuple[Problem, ...] = listing()
 
-`Purge(deleted=3, bad=1)` has the lines "deleted: 3 sessions" and "cannot be decrypted, and kept: 1
-session".
+`SessionPurge(deleted=3, bad=1)` has the lines "deleted: 3 sessions" and "cannot be decrypted, and
+kept: 1 session".  Whatever else the command has to say, such as the next step, the result yields in
+`own_lines`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, fields
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
@@ -75,7 +77,7 @@ def must_be_true() -> Any:
 class Result:
     """The base class of results.  Fields that are declared by no function here have no line."""
 
-    success_line: ClassVar[str] = ""  # the last line of a result that has succeeded
+    success_line: ClassVar[str] = ""  # of a result that has succeeded
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -92,14 +94,14 @@ class Result:
         return not any(failures) and all(goals)
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
-        """Yield a line for each listed row, and then those of the counters."""
+        """Yield the lines of the listed rows, of the counters (failures last), and `own_lines`."""
         for name, counters in self._declared("listing"):
             rows: tuple[Any, ...] = getattr(self, name)
             yield from (row.line for row in rows)
             more = sum(map(self._number, counters)) - len(rows)
             if counters and more > 0:
                 yield f"and {more:,} more"
-        declared = self._declared("counter")
+        declared = sorted(self._declared("counter"), key=lambda named: named[1].is_failure)
         same_line = groupby(declared, lambda named: (named[1].words, named[1].is_change))
         for (words, is_change), group in same_line:
             shown = [
@@ -114,6 +116,11 @@ class Result:
                 yield f"{would}{words}: {numbers}{hints}"
         if self.success_line and self.succeeded:
             yield self.success_line
+        yield from self.own_lines(dry_run)
+
+    def own_lines(self, dry_run: bool) -> Iterable[str]:
+        """Return lines that no field declares.  Subclasses override this."""
+        return ()
 
     def _number(self, name: str) -> int:
         value = getattr(self, name)
@@ -129,3 +136,20 @@ def counted(number: int, noun: str) -> str:
     """Return *number* and *noun*, such as `1 row` or `2 rows`."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def aligned(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
+    """Yield one line of text for each row; each column is as wide as its longest cell."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"{indent}{'  '.join(padded)}".rstrip()
+
+
+def utc_text(microseconds: int, form: str = "%Y-%m-%d %H:%M UTC") -> str:
+    """Return the time of *microseconds* since 1970 as text, UTC."""
+    try:
+        return datetime.fromtimestamp(microseconds / 1e6, UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return "an impossible time"

@@ -17,8 +17,10 @@ from urllib.parse import quote
 import pytest
 
 from adk_secure_sessions import maintenance, migration
+from adk_secure_sessions.cli.adk_doctor import PlaintextReport
+from adk_secure_sessions.cli.database_commands import VerifyResult
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
-from adk_secure_sessions.integrations.blob_maintenance import BlobCheck, BlobPurge
+from adk_secure_sessions.integrations.blob_maintenance import BlobPurge
 from adk_secure_sessions.maintenance.inspection import Location, RecordHeader
 from adk_secure_sessions.migration import Export
 from adk_secure_sessions.results import Result
@@ -26,28 +28,13 @@ from tests.pages import DOCS
 
 FILE = DOCS / "cli.schema.json"
 DRY_RUN = {"dry_run": (bool, "Whether nothing was changed: the numbers are the expected ones.")}
-RETIREMENT = {
-    "retirement": (
-        maintenance.Retirement | None,
-        "What `--retire` deleted; null without it, or if the rotation has left something.",
-    )
-}
 ROWS = "What the command found."
 # The fields of each command: a class, or the type and the description of each field, or both.
 OUTPUTS: dict[str, list[Any]] = {
     "init": [maintenance.Initialization],
     "check": [maintenance.Check],
     "status": [maintenance.Status],
-    "verify": [
-        {
-            "rows": (maintenance.Verification | None, "The rows; null with --only."),
-            "trail": (
-                maintenance.AuditVerification | None,
-                "The audit trail; null if there is none, or with --only.",
-            ),
-            "blobs": (BlobCheck | None, "The contents of artifacts; null without --store."),
-        }
-    ],
+    "verify": [VerifyResult],
     "debug lookup": [{"rows": (tuple[Location, ...], ROWS)}],
     "debug inspect": [{"rows": (tuple[RecordHeader, ...], ROWS)}],
     "purge sessions": [DRY_RUN, maintenance.SessionPurge],
@@ -55,8 +42,8 @@ OUTPUTS: dict[str, list[Any]] = {
     "purge blobs": [DRY_RUN, BlobPurge],
     "erase-user": [DRY_RUN, maintenance.Erasure],
     "rotate root": [DRY_RUN, maintenance.RootRotation],
-    "rotate master": [DRY_RUN, RETIREMENT, maintenance.MasterRotation],
-    "rotate data": [DRY_RUN, RETIREMENT, maintenance.DataRotation],
+    "rotate master": [DRY_RUN, maintenance.MasterRotation],
+    "rotate data": [DRY_RUN, maintenance.DataRotation],
     "retire": [DRY_RUN, maintenance.Retirement],
     "separate": [maintenance.Separation],
     "move-keys": [maintenance.KeyMove],
@@ -69,6 +56,7 @@ OUTPUTS: dict[str, list[Any]] = {
     "export": [Export],
     "audit export": [maintenance.AuditExport],
     "vacuum": [maintenance.Vacuum],
+    "adk doctor": [PlaintextReport],
 }
 
 
@@ -78,10 +66,12 @@ def is_class(hint: Any) -> bool:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Return the descriptions of the fields in the docstring of *cls*, by name."""
-    section = re.split(r"\n\s*Attributes:\n", cls.__doc__ or "")[-1]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.replace("`None`", "null").split()) for name, text in found}
+    """Return the descriptions of the fields in the docstrings of *cls* and its bases, by name."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__):
+        section = re.split(r"\n\s*Attributes:\n", one.__doc__ or "")[-1]
+        found |= re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.replace("`None`", "null").split()) for name, text in found.items()}
 
 
 def of_type(hint: Any, name: str = "") -> dict[str, Any]:
@@ -134,12 +124,12 @@ def of_fields(description: str, parts: list[Any]) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema; the commands without a database and failures are kept as they are."""
+    """Return the schema; failures are kept as they are."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    kept = {name: found["$defs"][name] for name in ("failure", "adk doctor")}
+    failure = found["$defs"]["failure"]
     made = {name: of_fields(f"The output of {name}.", parts) for name, parts in OUTPUTS.items()}
     problem = of_type(maintenance.Problem)
-    return found | {"$defs": {"failure": kept["failure"], "problem": problem, **made, **kept}}
+    return found | {"$defs": {"failure": failure, "problem": problem, **made}}
 
 
 @functools.cache

@@ -181,9 +181,9 @@ def test_contents_are_reencrypted_with_the_records(filled: str, store: Path) -> 
     missing.unlink()
     said = run(*arguments)
     assert said.code == 1
-    problem, *_, left, following = said.stdout.splitlines()
+    problem, *_, lost, _, following = said.stdout.splitlines()
     assert f"its blob {missing.parent.name}: a blob is missing" in problem
-    assert left == "of these, missing or tampered with: 1 blob"
+    assert lost == "missing or tampered with: 1 blob"
     assert following.startswith("next: restore these blobs from a backup of the store")
     found = check(run(*arguments, "--json"), "rotate data")
     assert (found["resumed"], found["blobs"], found["bad_blobs"]) == (True, 0, 1)

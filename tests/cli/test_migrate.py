@@ -150,9 +150,9 @@ def test_conflicts_gone_and_bad_sessions_are_reported_with_exit_status_1() -> No
     assert lines(said)[3:] == [
         "copied: 0 sessions, 0 events, 0 states",
         "not changed in the source since they were copied: 3 sessions",
+        "copied before, and no longer in the source: 1 session",
         "in conflict, and left unchanged: 1 item",
         "cannot be read, and not copied: 1 item",
-        "copied before, and no longer in the source: 1 session",
     ]
     said = migrate("copy", "--skip-bad", "--delete-gone", "--json")
     assert (said.json["gone"], said.json["deleted_gone"]) == (1, True)

@@ -114,7 +114,9 @@ def test_rotation_is_reported_even_if_the_keys_cannot_be_retired(
 ) -> None:
     run_sql(place, "UPDATE secure_users SET app_row = -7")
     said = run("rotate", "master", *on(filled), "--retire")
-    assert (said.code, said.stdout) == (2, "wrapped by the new data master: 3 data keys\n")
+    rotated, advice = said.stdout.splitlines()
+    assert (said.code, rotated) == (2, "wrapped by the new data master: 3 data keys")
+    assert advice == "next: `retire` deletes the keys that were replaced"
     assert said.stderr.startswith("Error: secure_users row ")
 
 
@@ -142,7 +144,7 @@ def test_records_that_cannot_be_decrypted_are_named_and_counted_by_table(
     assert said.stdout.partition("re-encrypted")[2] == (
         ": 22 records\ncreated: 3 data keys\n"
         "cannot be decrypted, and left unchanged: 4 rows\n"
-        "left under older keys: 4 records\n"
+        "left under older keys: 4 rows\n"
         "  secure_events  4\n"
         "next: repeat an `erase-user` that was interrupted, or run `verify` and restore the "
         "whole database from a backup (an older copy of a single row may be rejected); then run "
@@ -188,7 +190,7 @@ def test_records_that_services_go_on_writing_with_another_backend_are_left(
 ) -> None:
     said = rotate_while_another_backend_writes(file, monkeypatch)
     assert said.code == 1
-    assert re.search(r"^left under older keys: \d+ records\n  secure_", said.stdout, re.MULTILINE)
+    assert re.search(r"^left under older keys: \d+ rows\n  secure_", said.stdout, re.MULTILINE)
     assert "cannot be decrypted" not in said.stdout
     assert said.stdout.endswith(
         "next: once all services write with the same backend and root key, run this again\n"
@@ -204,8 +206,8 @@ def test_data_keys_that_cannot_be_unwrapped_are_named_and_counted(
     assert said.code == 1
     assert said.stdout.startswith(f"secure_data_keys row {first}: ")
     assert said.stdout.partition(": 2 data keys\n")[2] == (
-        "still wrapped by another data master: 1 data key\n"
-        "cannot be unwrapped, and left unchanged: 1 data key\n"
+        "cannot be decrypted, and left unchanged: 1 row\n"
+        "left under older keys: 1 row\n"
         "next: repeat an `erase-user` that was interrupted, or run `verify` and restore the "
         "whole database from a backup (an older copy of a single row may be rejected); then run "
         "this again\n"

@@ -21,7 +21,6 @@ import pytest
 
 from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import database_commands, program, rotate
-from adk_secure_sessions.cli.notes import status_notes
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
     Database,
@@ -163,12 +162,16 @@ def test_check_gives_up_when_nothing_answers() -> None:
     assert "secret" not in said.stdout + said.stderr
 
 
-def test_check_gives_up_while_another_process_holds_the_file(file: str, tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
+@pytest.mark.parametrize("held", ["sessions.db", "keys.db"])
+def test_check_gives_up_while_another_process_holds_the_file(held: str, tmp_path: Path) -> None:
+    data, keys = (f"sqlite:///{tmp_path / name}" for name in ("sessions.db", "keys.db"))
+    both = [*on(data), "--key-db", keys]
+    assert run("init", *both).code == 0
+    with closing(sqlite3.connect(tmp_path / held, isolation_level=None)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         began = time.monotonic()
-        said = run("check", *on(file), "--timeout", "0.5")
+        said = run("check", *both, "--timeout", "0.5")
     assert (said.code, "within 0.5 s" in said.stderr) == (2, True)
     assert time.monotonic() - began < 10
 
@@ -376,7 +379,7 @@ LINES: dict[str, list[tuple[Any, str]]] = {
 def test_status_tells_of_a_migration_an_audit_trail_and_a_search_index(field: str) -> None:
     begin = {"state_index": "search index"}.get(field, field.replace("_", " "))
     for value, text in LINES[field]:
-        lines = status_notes(replace(STATUS, **{field: value}))
+        lines = replace(STATUS, **{field: value}).lines()
         (line,) = [line for line in lines if line.startswith(f"{begin}: ")]
         assert text in line
 
@@ -389,6 +392,7 @@ def test_lines_of_a_result_come_from_its_declaration() -> None:
         "written to the search index: 3 rows",
         "deleted from the search index: 0 rows",
         "cannot be decrypted, and not in the search index: 1 row",
+        next(iter(IndexChange(bad=1).own_lines(dry_run=False))),
     ]
     done = SessionPurge(3, 1, 2, (problem,))
     assert not done.succeeded

@@ -4,13 +4,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from adk_secure_sessions.cli.adk_commands import URI_VARIABLE, adk, names_of
-from adk_secure_sessions.cli.output import counted, print_result, table
+from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.integrations.plaintext_leaks import (
@@ -19,6 +20,42 @@ from adk_secure_sessions.integrations.plaintext_leaks import (
     Protection,
     ServiceStore,
 )
+from adk_secure_sessions.results import Result, aligned, counted
+
+
+@dataclass
+class PlaintextReport(Result):
+    """The output of adk doctor.
+
+    Attributes:
+        agents: The names of the agents that were checked.
+        services: Where adk web would store sessions, artifacts and memory.
+        leaks: The places where google-adk writes user content as plaintext.
+        notes: The places where it would be plaintext if your own code exported traces.
+    """
+
+    agents: tuple[str, ...]
+    services: tuple[ServiceStore, ...]
+    leaks: tuple[Leak, ...]
+    notes: tuple[Leak, ...]
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.leaks
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        yield from aligned(self.services)
+        why = "note, only if your own code exports traces: "
+        for mark, listed in (("", self.leaks), (why, self.notes)):
+            for leak in listed:
+                yield f"{mark}{leak.name}: {leak.where}"
+                yield f"  {leak.remedy.replace('`', '')}"
+        if self.leaks:
+            places = len({leak.name for leak in self.leaks})
+            yield f"google-adk writes plaintext in {counted(places, 'place')}"
+        else:
+            number = counted(len(self.agents), "agent")
+            yield f"{number}: no plaintext outside the services was found"
 
 
 @adk.command()
@@ -73,26 +110,11 @@ def doctor(
         leaks += [*settings, *plaintext_leaks.in_files(agents_dir)]
         for agent in agents.values():
             leaks += plaintext_leaks.in_plugins(agent)
-    leaks = [leak for leak in dict.fromkeys(leaks) if leak.name not in allow]
-    notes = [leak for leak in notes if leak.name not in allow]
-    result = {"agents": sorted(agents), "services": stores, "leaks": leaks, "notes": notes}
-    print_result(result, _lines(stores, leaks, notes, len(agents)))
-    sys.exit(1 if leaks else 0)
-
-
-def _lines(
-    stores: list[ServiceStore], leaks: list[Leak], notes: list[Leak], agents: int
-) -> Iterator[str]:
-    yield from table(stores)
-    for mark, listed in (("", leaks), ("note, only if your own code exports traces: ", notes)):
-        for leak in listed:
-            yield f"{mark}{leak.name}: {leak.where}"
-            yield f"  {leak.remedy.replace('`', '')}"
-    if leaks:
-        places = len({leak.name for leak in leaks})
-        yield f"google-adk writes plaintext in {counted(places, 'place')}"
-    else:
-        yield f"{counted(agents, 'agent')}: no plaintext outside the services was found"
+    found, noted = (
+        tuple(leak for leak in dict.fromkeys(listed) if leak.name not in allow)
+        for listed in (leaks, notes)
+    )
+    print_result(PlaintextReport(tuple(sorted(agents)), tuple(stores), found, noted))
 
 
 def _load_agents(agents_dir: Path) -> dict[str, Any]:

@@ -62,14 +62,14 @@ def export(
     if jsonl == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the sessions: give --json with --jsonl FILE")
     if to is not None:
-        result = _to_adk(db, to, verify=verify, **options)
+        result = _export_to_adk(db, to, verify=verify, **options)
     else:
         assert jsonl is not None
-        result = _run_export(db, jsonl, "export", "sessions", migration.export_lines, **options)
-    print_result(result, _notes(result, jsonl), err=jsonl == _STDOUT)
+        result = _export_to_file(db, jsonl, "export", "sessions", migration.export_lines, **options)
+    print_result(result, err=jsonl == _STDOUT)
 
 
-def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
+def _export_to_adk(db: Database, url: str, **options: Any) -> migration.Export:
     with one_line_errors():
         target = migration.AdkTarget(url)
 
@@ -88,7 +88,7 @@ def _to_adk(db: Database, url: str, **options: Any) -> migration.Export:
         raise Failure(message, error.error_name, retryable=error.retryable) from None
 
 
-def _run_export(
+def _export_to_file(
     db: Database,
     file: str,
     label: str,
@@ -97,10 +97,10 @@ def _run_export(
     **options: Any,
 ) -> T:
     """Let *work* write to stdout, or to a new file, and return its result."""
-    with progress(label, nouns) as report, runner_for(db, resume_hint=None) as call:
-        call(db.keyring())  # report a wrong key before the file is created
+    with progress(label, nouns) as report, runner_for(db, resume_hint=None) as runner:
+        runner.run(db.keyring())  # report a wrong key before the file is created
         with _output_to(file) as write:
-            return call(work(db, write, progress=report, **options))
+            return runner.run(work(db, write, progress=report, **options))
 
 
 @main.group()
@@ -134,7 +134,7 @@ def export_audit(db: Database, output: str, **options: Any) -> None:
     if output == _STDOUT and option_value("as_json"):
         raise click.UsageError("stdout has the records: give --json with --output FILE")
     work = maintenance.export_audit
-    result = _run_export(db, output, "audit export", "records", work, **options)
+    result = _export_to_file(db, output, "audit export", "records", work, **options)
     print_result(result, err=output == _STDOUT)
 
 
@@ -148,9 +148,3 @@ def _output_to(name: str) -> Iterator[Callable[[bytes], object]]:
     buffer = getattr(sys.stdout, "buffer", None)  # a stream that replaces stdout may have none
     yield buffer.write if buffer else lambda line: sys.stdout.write(line.decode())
     sys.stdout.flush()
-
-
-def _notes(result: migration.Export, file: str | None) -> Iterator[str]:
-    if result.stopped:
-        after = "" if file in (None, _STDOUT) else f"delete {file!r}, and then "
-        yield f"stopped there: to export the other sessions, {after}{AGAIN} with --skip-bad"

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from adk_secure_sessions.cli.lazy_packages import maintenance
+from adk_secure_sessions.results import Result
 
 _COMMAND = "adk_secure_sessions_command"
 _LAST_RUN = f"{_COMMAND}_last_run_timestamp_seconds"
@@ -32,13 +33,13 @@ _HELP = {
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-class Run:
-    """A run of the program."""
+class RunMetrics:
+    """What a run of the program writes to the file of --metrics-file."""
 
     def __init__(self) -> None:
         self.file: Path | None = None  # for the metrics; None if none was given
         self.command: str = ""  # the words that call the command
-        self.result: object = None  # what the command has shown; None if it has shown nothing
+        self.result: Result | None = None  # what the command has shown, if it has shown something
         self._began = time.monotonic()
 
     def write(self, file: Path, *, succeeded: bool) -> None:
@@ -48,7 +49,7 @@ class Run:
             _LAST_RUN: {"": now},
             _LAST_SUCCESS: {"": now if succeeded else self._last_success(file)},
             _DURATION: {"": time.monotonic() - self._began},
-            _PROBLEMS: {"": max(self._bad_count(), 0 if succeeded else 1)},
+            _PROBLEMS: {"": max(getattr(self.result, "bad", 0), 0 if succeeded else 1)},
         }
         if ages := dict(self._key_ages()):
             values[_KEY_AGE] = ages
@@ -58,10 +59,6 @@ class Run:
             lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} gauge"]
             lines += [f"{name}{{{labels}{more}}} {value:.3f}" for more, value in samples.items()]
         _replace(file, "\n".join([*lines, ""]))
-
-    def _bad_count(self) -> int:
-        results = self.result.values() if isinstance(self.result, dict) else [self.result]
-        return sum(getattr(result, "bad", 0) for result in results)
 
     def _last_success(self, file: Path) -> float:
         """Return when the command last succeeded, as *file* says; 0 if it does not say it."""
@@ -81,7 +78,7 @@ class Run:
 
 
 def set_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Check the value of --metrics-file, and keep it in the `Run`.  click calls this function."""
+    """Check the value of --metrics-file, and keep it.  click calls this function."""
     if value is None:
         return
     file = Path(value)
@@ -89,24 +86,24 @@ def set_file(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter("the name must end with .prom")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise click.BadParameter("its directory does not exist or cannot be written")
-    run = context.ensure_object(Run)
+    run = context.ensure_object(RunMetrics)
     run.file = file
     run.command = context.command_path.removeprefix(context.find_root().command_path).strip()
 
 
-def keep_result(result: object) -> None:
+def keep_result(result: Result) -> None:
     context = click.get_current_context(silent=True)
-    if context is not None and (run := context.find_object(Run)) is not None:
+    if context is not None and (run := context.find_object(RunMetrics)) is not None:
         run.result = result
 
 
 @contextmanager
-def writing_metrics() -> Iterator[Run]:
+def writing_metrics() -> Iterator[RunMetrics]:
     """Yield the run, and write its metrics at the end, also after a failure.
 
     A run without a result that did not fail, such as that of --help, writes nothing.
     """
-    run = Run()
+    run = RunMetrics()
     succeeded = False
     try:
         yield run

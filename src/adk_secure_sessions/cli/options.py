@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 CommandFunction = Callable[..., Any]
 Decorator = Callable[[CommandFunction], CommandFunction]
 
-_BACKENDS = click.Choice(NAMES)
+_BACKEND_NAME = click.Choice(NAMES)
 
 
 def with_all(*decorators: Decorator) -> Decorator:
@@ -29,10 +29,10 @@ def with_all(*decorators: Decorator) -> Decorator:
     )
 
 
-NUMBER = click.FloatRange(min=0, min_open=True)
-NUMBER.name = "number"  # for the help and error texts
+POSITIVE_NUMBER = click.FloatRange(min=0, min_open=True)
+POSITIVE_NUMBER.name = "number"  # for the help and error texts
 with_speed: Decorator = click.option(
-    "--rows-per-second", type=NUMBER, help="Process at most this many rows per second."
+    "--rows-per-second", type=POSITIVE_NUMBER, help="Process at most this many rows per second."
 )
 with_dry_run: Decorator = click.option(
     "--dry-run", is_flag=True, help="Report what would be done, but change nothing."
@@ -91,8 +91,8 @@ def _common_option(option: str, *names: str, **settings: Any) -> Decorator:
     return click.option(option, *names, cls=CommonOption, show_envvar=True, **settings)
 
 
-# Names the database of `migrate`; other commands have `_DATABASE_URL`.
-TARGET_URL = click.option(
+# Names the database of `migrate`; other commands have `_URL_OPTION`.
+TARGET_URL_OPTION = click.option(
     "--to",
     "db",
     envvar=variable("db"),
@@ -101,10 +101,10 @@ TARGET_URL = click.option(
     metavar="URL",
     help="URL of the encrypted database to copy to, which is created if it does not exist.",
 )
-_DATABASE_URL = _common_option(
+_URL_OPTION = _common_option(
     "--db", required=True, metavar="URL", help="URL of the database, such as sqlite:///sessions.db."
 )
-_WITH_DATABASE = (
+_DATABASE_OPTIONS = (
     _common_option("--key-db", metavar="URL", help="URL of the key database, if there is one."),
     _common_option(
         "--config",
@@ -158,10 +158,10 @@ with_packing: Decorator = with_all(
 )
 
 
-_KEYS = (
+_KEY_OPTIONS = (
     _common_option(
         "--backend",
-        type=_BACKENDS,
+        type=_BACKEND_NAME,
         default=DEFAULT,
         show_default=True,
         help="Backend with which the services write; no-op stores plaintext and needs no key.",
@@ -181,7 +181,7 @@ _KEYS = (
     _common_option(
         "--also-backend",
         multiple=True,
-        type=_BACKENDS,
+        type=_BACKEND_NAME,
         help="Another backend whose records may be decrypted; repeatable (in the variable: "
         "spaces between them).",
     ),
@@ -189,7 +189,7 @@ _KEYS = (
 
 
 def on_database(
-    *, keys: Literal["required", "optional", "none"] = "required", url: Decorator = _DATABASE_URL
+    *, keys: Literal["required", "optional", "none"] = "required", url: Decorator = _URL_OPTION
 ) -> Decorator:
     """Return a decorator for a command with the argument `db`, a `Database`.
 
@@ -215,13 +215,13 @@ def on_database(
             with audit.appending_to(log):
                 return command(db=database, **options)
 
-        return with_all(*([] if keys == "none" else _KEYS), url, *_WITH_DATABASE)(run)
+        return with_all(*([] if keys == "none" else _KEY_OPTIONS), url, *_DATABASE_OPTIONS)(run)
 
     return decorate
 
 
 def _backends(options: dict[str, Any], *, required: bool) -> tuple[Any, ...]:
-    """Remove the values of `_KEYS` from *options*, and return the backends for `Database`."""
+    """Remove the values of `_KEY_OPTIONS` from *options*; return the backends."""
     key, backend = options.pop("key"), options.pop("backend")
     specs = [spec for spec in (key, *options.pop("also_key")) if spec is not None]
     names = [backend, *options.pop("also_backend")]

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,22 +14,10 @@ import click
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import maintenance
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.records import BACKEND_NAMES
 from adk_secure_sessions.results import Result
-from adk_secure_sessions.results import counted as counted
 
 BAR_EVERY = 0.1  # seconds between updates of the bar, on a terminal
 LINE_EVERY = 10.0  # seconds between lines, if stderr is not a terminal
-
-
-def backend_name(backend_id: int | None) -> str:
-    """Return the name of a backend of this package; for another id, the text `backend ID`.
-
-    For None, return `no record`: the value has an unknown format.
-    """
-    if backend_id is None:
-        return "no record"
-    return BACKEND_NAMES.get(backend_id, f"backend {backend_id}")
 
 
 def to_json_value(value: Any, name: str = "") -> Any:
@@ -58,48 +46,34 @@ def option_value(option: str) -> Any:
     return click.get_current_context().params.get(option)
 
 
-def print_result(
-    result: Any,
-    notes: Iterable[str] = (),
-    *,
-    err: bool = False,
-    is_printed: bool = False,
-    **more: Result | None,
-) -> None:
-    """Print the result of a command, keep it for --metrics-file, and exit 1 unless it succeeded.
-
-    *result* is a `Result`, a named tuple, or a dict whose values are of these types or None.
-    *more* adds fields to the JSON object.  The lines of *notes* are printed last.
-    If *err* is True, print to stderr, because stdout has the output of the command.  If
-    *is_printed* is True, `print_lines` has printed the lines of the result.
-    """
-    metrics.keep_result(result)
-    values = [*(result.values() if isinstance(result, dict) else [result]), *more.values()]
-    parts = [part for part in values if isinstance(part, Result)]
-    if option_value("as_json"):
-        dry_run = option_value("dry_run")
-        mode = {} if dry_run is None else {"dry_run": dry_run}
-        click.echo(
-            json.dumps(mode | to_json_value(more) | to_json_value(result), indent=2), err=err
-        )
-    else:
-        for part in [] if is_printed else parts:
-            print_lines(part, err=err)
-        for line in notes:
-            click.echo(escape_controls(line), err=err)
-    if not all(part.succeeded for part in parts):
-        sys.exit(1)
+def print_result(result: Result, *, err: bool = False) -> None:
+    """Print the result of a command, and end the command; see `finish`."""
+    print_lines(result, err=err)
+    finish(result, err=err)
 
 
-def print_lines(result: Result | None, *, err: bool = False) -> None:
+def print_lines(result: Result, *, err: bool = False) -> None:
     """Print the lines of *result*, except with --json.
 
     A command with several steps does this after each step, because the next one may fail.
     """
-    if result is None or option_value("as_json"):
-        return
-    for line in result.lines(bool(option_value("dry_run"))):
-        click.echo(escape_controls(line), err=err)
+    if not option_value("as_json"):
+        for line in result.lines(bool(option_value("dry_run"))):
+            click.echo(escape_controls(line), err=err)
+
+
+def finish(result: Result, *, err: bool = False) -> None:
+    """Print *result* as JSON with --json, keep it for --metrics-file, and exit 1 if it has failed.
+
+    If *err* is True, print to stderr, because stdout has the output of the command.
+    """
+    metrics.keep_result(result)
+    if option_value("as_json"):
+        dry_run = option_value("dry_run")
+        mode = {} if dry_run is None else {"dry_run": dry_run}
+        click.echo(json.dumps(mode | to_json_value(result), indent=2), err=err)
+    if not result.succeeded:
+        sys.exit(1)
 
 
 def escape_controls(text: str) -> str:
@@ -108,15 +82,6 @@ def escape_controls(text: str) -> str:
     A tampered database may contain control characters that let an attacker control the terminal.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def table(rows: Sequence[Sequence[object]], indent: str = "") -> Iterator[str]:
-    """Yield one line of text for each row; each column is as wide as its longest cell."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"{indent}{'  '.join(padded)}".rstrip()
 
 
 @contextmanager

@@ -8,15 +8,15 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import Database
-from adk_secure_sessions.cli.notes import utc_text
-from adk_secure_sessions.cli.output import counted, escape_controls, option_value, progress
+from adk_secure_sessions.cli.output import escape_controls, option_value, progress
 from adk_secure_sessions.errors import SecureSessionError
+from adk_secure_sessions.results import counted, utc_text
 
 if TYPE_CHECKING:
     from adk_secure_sessions.maintenance.database import Description
@@ -147,15 +147,9 @@ def main() -> None:
     """
 
 
-class RunCoroutine(Protocol):
-    """Runs a coroutine to its end, and returns its result."""
-
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
-
-
 @contextmanager
-def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[RunCoroutine]:
-    """Yield a function that runs coroutines which use *db*, and close *db* at the end.
+def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[asyncio.Runner]:
+    """Yield a runner for coroutines that use *db*, and close *db* at the end.
 
     Between two coroutines, the command may ask the user a question.  *resume_hint* says how to
     continue after Ctrl-C; it is None if the command changes nothing, even without --dry-run.
@@ -165,7 +159,7 @@ def runner_for(db: Database, *, resume_hint: str | None = AGAIN) -> Iterator[Run
         try:
             with asyncio.Runner() as runner:
                 try:
-                    yield runner.run
+                    yield runner
                 finally:
                     runner.run(db.close())
         except KeyboardInterrupt:
@@ -188,13 +182,13 @@ def run(
     If *label* is given, show the progress with this text; *nouns* is what *work* counts.
     *resume_hint* is as in `runner_for`.  If *change* is given, first call `require_confirmation`.
     """
-    with runner_for(db, resume_hint=resume_hint) as call:
+    with runner_for(db, resume_hint=resume_hint) as runner:
         if change:
-            require_confirmation(call(db.describe()), confirm, change)
+            require_confirmation(runner.run(db.describe()), confirm, change)
         if not label:
-            return call(work(db, **options))
+            return runner.run(work(db, **options))
         with progress(label, nouns) as report:
-            return call(work(db, progress=report, **options))
+            return runner.run(work(db, progress=report, **options))
 
 
 def require_confirmation(described: "Description", name: str | None, change: str) -> None:

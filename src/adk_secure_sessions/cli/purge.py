@@ -1,13 +1,10 @@
 """The commands that delete what is old: `purge`, and `erase-user`, which erases a user."""
 
-import sys
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from adk_secure_sessions.cli.lazy_packages import Database, maintenance
-from adk_secure_sessions.cli.notes import erasure_notes, utc_text
+from adk_secure_sessions.cli.lazy_packages import Database, blob_maintenance, maintenance
 from adk_secure_sessions.cli.options import (
     age_option,
     on_database,
@@ -20,14 +17,6 @@ from adk_secure_sessions.cli.options import (
 )
 from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import main, run
-from adk_secure_sessions.formats.times import of_datetime
-
-# An age of 999999w reaches further back.
-_YEAR_1 = of_datetime(datetime.min.replace(tzinfo=UTC))
-
-
-def _text_of(before: int) -> str:
-    return "the year 1" if before < _YEAR_1 else utc_text(before)
 
 
 @main.group()
@@ -51,9 +40,7 @@ def purge_sessions(db: Database, **options: Any) -> None:
       adk-secure-sessions purge sessions --db sqlite:///sessions.db --key file:root.key \\
           --older-than 90d --dry-run
     """
-    result = run(db, maintenance.purge_sessions, label="purge", **options)
-    since = "" if result.before is None else f" or were last used before {_text_of(result.before)}"
-    print_result(result, [f"such sessions have expired{since}"])
+    print_result(run(db, maintenance.purge_sessions, label="purge sessions", **options))
 
 
 @purge.command("audit")
@@ -70,9 +57,7 @@ def purge_audit(db: Database, **options: Any) -> None:
       adk-secure-sessions purge audit --db sqlite:///sessions.db --key file:root.key \\
           --older-than 2200d --dry-run
     """
-    result = run(db, maintenance.purge_audit, label="purge audit", nouns="records", **options)
-    note = f"such chains were last used before {_text_of(result.before)}"
-    print_result(result, [note])
+    print_result(run(db, maintenance.purge_audit, label="purge audit", nouns="records", **options))
 
 
 @purge.command("blobs")
@@ -99,8 +84,6 @@ def purge_blobs(db: Database, **options: Any) -> None:
       adk-secure-sessions purge blobs --db sqlite:///sessions.db --key file:root.key \\
           --store ./artifacts --dry-run
     """
-    from adk_secure_sessions.integrations import blob_maintenance
-
     print_result(run(db, blob_maintenance.purge_blobs, **options))
 
 
@@ -129,7 +112,4 @@ def erase_user(db: Database, dry_run: bool, **options: Any) -> None:
           --app clinic --user ada --confirm sessions.db
     """
     change = "" if dry_run else "erase a user of this database"
-    result = run(db, maintenance.erase_user, change=change, dry_run=dry_run, **options)
-    print_result(result, erasure_notes(result, dry_run))
-    if options["rewrite"] and not dry_run and not result.cleared:
-        sys.exit(1)
+    print_result(run(db, maintenance.erase_user, change=change, dry_run=dry_run, **options))

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from adk_secure_sessions.cli import notes
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, Database, maintenance
 from adk_secure_sessions.cli.options import (
     on_database,
@@ -17,8 +16,9 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import print_lines, print_result, progress
+from adk_secure_sessions.cli.output import finish, print_lines, print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, run, runner_for
+from adk_secure_sessions.results import utc_text
 
 _with_rotation_options = with_all(
     click.option(
@@ -59,8 +59,7 @@ def root(db: Database, **options: Any) -> None:
       adk-secure-sessions rotate root --db sqlite:///sessions.db \\
           --key file:new.key --also-key file:root.key
     """
-    result = run(db, maintenance.rotate_root, **options)
-    print_result(result, [f"the new root key is {result.root_key_id}"])
+    print_result(run(db, maintenance.rotate_root, **options))
 
 
 @rotate.command()
@@ -122,30 +121,30 @@ def _rotate(
     if retire and dry_run:
         raise click.UsageError("--dry-run cannot tell what --retire would delete: omit one of them")
     without = ", without --restart" if restart else ""
-    retirement = None
-    with runner_for(db, resume_hint=f"{AGAIN}{without}") as call:
+    with runner_for(db, resume_hint=f"{AGAIN}{without}") as runner:
         if not restart:
-            for unfinished in call(maintenance.unfinished_rotations(db)):
+            for unfinished in runner.run(maintenance.unfinished_rotations(db)):
                 if unfinished.name == name:
                     _announce(unfinished, dry_run=dry_run, yes=yes)
         with progress(f"rotate {name}") as report:
-            options = {"progress": report, "rows_per_second": rows_per_second}
-            result = call(work(db, dry_run=dry_run, restart=restart, **options))
-        print_lines(result)
-        last_notes = notes.rotation_notes(result, dry_run)
-        if retire and result.succeeded:
-            with progress("retire", "owners") as report:
-                retiring = maintenance.retire(db, progress=report, rows_per_second=rows_per_second)
-                retirement = call(retiring)
-            print_lines(retirement)
-            last_notes = notes.retirement_notes(retirement)
-    print_result(result, last_notes, is_printed=True, retirement=retirement)
+            options: dict[str, Any] = {"progress": report, "rows_per_second": rows_per_second}
+            result = runner.run(work(db, dry_run=dry_run, restart=restart, **options))
+        try:
+            if retire and result.succeeded:
+                with progress("retire", "owners") as report:
+                    options["progress"] = report
+                    result.retirement = runner.run(maintenance.retire(db, **options))
+        finally:
+            print_lines(result)
+    finish(result)
 
 
 def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
     if not unfinished.is_authentic:
         return  # say nothing: the rotation then raises an error, which names the checkpoint
-    click.echo(notes.continuation_note(unfinished, dry_run), err=True)
+    assert unfinished.since is not None, "an authentic checkpoint has a time"
+    verb, began = "would continue" if dry_run else "continues", utc_text(unfinished.since)
+    click.echo(f"{verb} the rotation begun {began}; --restart begins a new one", err=True)
     if dry_run or yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     if not click.confirm("Continue it?", default=True, err=True):
@@ -167,8 +166,7 @@ def retire(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions retire --db sqlite:///sessions.db --key file:root.key
     """
-    result = run(db, maintenance.retire, label="retire", nouns="owners", **options)
-    print_result(result, notes.retirement_notes(result))
+    print_result(run(db, maintenance.retire, label="retire", nouns="owners", **options))
 
 
 @main.command()
@@ -189,8 +187,7 @@ def separate(db: Database, **options: Any) -> None:
           --confirm staging.db
     """
     change = "replace all keys of this database"
-    result = run(db, maintenance.separate, label="separate", change=change, **options)
-    print_result(result, notes.separation_notes(result))
+    print_result(run(db, maintenance.separate, label="separate", change=change, **options))
 
 
 @main.command("move-keys")
@@ -215,5 +212,4 @@ def move_keys(db: Database, **options: Any) -> None:
           --to key-db --key file:root.key --confirm sessions.db
     """
     options |= {"nouns": "data keys", "change": "move the keys of this database"}
-    result = run(db, maintenance.move_keys, label="move-keys", **options)
-    print_result(result, notes.key_move_notes(result))
+    print_result(run(db, maintenance.move_keys, label="move-keys", **options))

@@ -19,6 +19,11 @@ def time_now() -> int:
     return time.time_ns() // 1000
 
 
+def time_ago(age: timedelta) -> int:
+    """Return the time that was *age* ago, but no earlier time than the beginning of the year 1."""
+    return max(of_datetime(datetime.min.replace(tzinfo=UTC)), time_now() - age // _MICROSECOND)
+
+
 def parse_age(text: str) -> timedelta | None:
     """Return the age in *text*, such as `90d`; None if it is not a number and a unit."""
     match = re.fullmatch(r"(\d{1,6})([smhdw])", text, re.ASCII)

@@ -4,7 +4,7 @@ A version in the target has the number, the time, the metadata and the type of t
 source.  So the target itself tells what was copied, and a later run continues there.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal, TypeAlias
@@ -50,6 +50,7 @@ class ArtifactMigration(Result):
     """The result of `migrate_artifacts`; after a dry run, the expected result.
 
     Attributes:
+        action: What was done: `copy`, `compare` or `erase-source`.
         copied: How many artifacts were copied, or were completed with further versions.
         versions: How many versions were copied.
         size: How many bytes were copied.
@@ -65,6 +66,7 @@ class ArtifactMigration(Result):
         seconds: How long the run took.
     """
 
+    action: Action
     copied: int = counter("artifact", "copied", is_change=True)
     versions: int = counter("version", "copied", is_change=True)
     size: int = counter("byte", "copied", is_change=True)
@@ -77,6 +79,25 @@ class ArtifactMigration(Result):
     changed: int = counter("artifact", "changed since the comparison, and kept", is_failure=True)
     findings: tuple[Finding, ...] = listing("missing", "different", "bad")
     seconds: float = 0.0
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.copied and not dry_run:
+            yield f"in {self.seconds:.1f} s"
+        if self.action == "copy" and self.succeeded and not dry_run:
+            yield "the copy is up to date; next: `migrate artifacts compare` compares both sides"
+        elif self.action == "erase-source":
+            if not (self.succeeded or self.deleted or self.changed):
+                correct = (
+                    "correct the artifacts named above, " if self.bad or self.different else ""
+                )
+                again = "run `migrate artifacts copy`, then this again"
+                yield f"nothing was deleted; next: {correct}{again}"
+            elif self.deleted and not dry_run:
+                yield (
+                    "not erased, because no command can reach them: backups, snapshots and other "
+                    "copies of the file system or the bucket, earlier versions and soft-deleted "
+                    "objects that the bucket keeps, and the disk's blocks of deleted files"
+                )
 
 
 @audited_command
@@ -127,7 +148,8 @@ async def migrate_artifacts(
         await init(db)
         await db.imports.feature.ensure()  # from now on, `erase-user` stores tombstones
     findings = Findings(with_ids=show_ids)
-    run = _ArtifactRun(db, Collections(db.runner), store, action, dry_run, findings, is_new)
+    result = ArtifactMigration(action)
+    run = _ArtifactRun(db, Collections(db.runner), store, result, dry_run, findings, is_new)
     group: list[SourceArtifact] = []
     total = 0
     async for artifact in source.artifacts():
@@ -138,7 +160,6 @@ async def migrate_artifacts(
         group.append(artifact)
         total += size
     await gather_all(*map(run.process, group))
-    result = run.result
     if action == "erase-source" and result.succeeded and dry_run:
         result.deleted = result.equal + result.erased
     elif action == "erase-source" and result.succeeded:
@@ -159,11 +180,10 @@ class _ArtifactRun:
     db: Database
     collections: Collections
     store: ArtifactStore
-    action: Action
+    result: ArtifactMigration
     dry_run: bool
     findings: Findings
     is_new: bool
-    result: ArtifactMigration = field(default_factory=ArtifactMigration)
     finished: DigestSet = field(default_factory=DigestSet)  # equal, or of erased users
 
     async def process(self, artifact: SourceArtifact) -> None:
@@ -206,7 +226,7 @@ class _ArtifactRun:
                 return "erased", ""
             stored = versions_of(await self.collections.get(address))
         new = artifact.versions[len(stored) :]
-        if new and self.action != "copy":
+        if new and self.result.action != "copy":
             return "missing", _NOT_COPIED
         for version, copy in zip(artifact.versions, stored, strict=False):
             if not await self._is_equal(version, copy):
@@ -231,7 +251,7 @@ class _ArtifactRun:
         stored = {"part": copy.part, "metadata": copy.metadata, "time": copy.time}
         if size != (copy.blob and copy.blob.size) or not same_json(version.values, stored):
             return False
-        if copy.blob is None or self.action == "copy":
+        if copy.blob is None or self.result.action == "copy":
             return True
         content = self.store.blobs(copy.blob.prefix).read(copy.blob)
         return await _digest(version.content()) == await _digest(content)

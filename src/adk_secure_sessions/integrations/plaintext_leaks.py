@@ -20,7 +20,13 @@ class LeakCheck(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """A leak that was found: its name on the page, and the setting, the plugin or the file."""
+    """A place where google-adk writes user content as plaintext.
+
+    Attributes:
+        name: The name of the place, as in adk-plaintext.md.
+        where: The setting, the plugin, the file or the service.
+        remedy: How to prevent it, in Markdown.
+    """
 
     name: str
     where: str
@@ -37,7 +43,13 @@ class Protection(StrEnum):
 
 
 class ServiceStore(NamedTuple):
-    """Whether a service would encrypt, and where it stores."""
+    """Whether a service would encrypt, and where it stores.
+
+    Attributes:
+        service: The service: `sessions`, `artifacts` or `memory`.
+        protection: Whether the service encrypts; `unknown` if it cannot be created.
+        where: The scheme of the URI, or the default of google-adk.
+    """
 
     service: str
     protection: Protection

@@ -50,6 +50,7 @@ from adk_secure_sessions.maintenance.rotate_master import MasterRotation as Mast
 from adk_secure_sessions.maintenance.rotate_master import rotate_master as rotate_master
 from adk_secure_sessions.maintenance.rotate_root import RootRotation as RootRotation
 from adk_secure_sessions.maintenance.rotate_root import rotate_root as rotate_root
+from adk_secure_sessions.maintenance.rotation import Rotation as Rotation
 from adk_secure_sessions.maintenance.rotation import UnfinishedRotation as UnfinishedRotation
 from adk_secure_sessions.maintenance.search_index import IndexChange as IndexChange
 from adk_secure_sessions.maintenance.search_index import drop_index as drop_index

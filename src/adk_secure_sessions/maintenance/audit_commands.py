@@ -19,13 +19,14 @@ from adk_secure_sessions.formats.audit_records import (
     open_entry,
     record_context,
 )
-from adk_secure_sessions.formats.times import of_datetime, time_now
+from adk_secure_sessions.formats.times import of_datetime, time_ago
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.counts import estimate_rows, select_count
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem, Problems, report_unlisted_trail
+from adk_secure_sessions.maintenance.problems import Problem, Problems, report_unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.results import Result, counter, listing
+from adk_secure_sessions.maintenance.row_scan import each
+from adk_secure_sessions.results import Result, counter, listing, utc_text
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.table_walk import pages, rows_where
 
@@ -59,6 +60,10 @@ class AuditVerification(Result):
     heads: int | None = counter("logged head", "compared with the trail", default=None)
     bad: int = counter("row", "bad", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.heads is None:
+            yield "without --heads, it is not detected that last records were removed"
 
 
 @dataclass
@@ -97,6 +102,9 @@ class AuditPurge(Result):
     bad: int = counter("row", "bad, so that their chains were kept", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
     before: int = 0
+
+    def own_lines(self, dry_run: bool) -> Iterable[str]:
+        return [f"such chains were last used before {utc_text(self.before)}"]
 
 
 @audit.unstored_command
@@ -207,7 +215,7 @@ async def purge_audit(
         raise ConfigurationError(
             "only chains older than 48 hours can be deleted: services may still append to others"
         )
-    before = time_now() - older_than // timedelta(microseconds=1)
+    before = time_ago(older_than)
     trail = await _open_checker(db, progress, None)
     result = AuditPurge(before=before)
     async for chain, last_time in trail.chains():
@@ -256,22 +264,19 @@ class _TrailChecker:
 
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
-        report_unlisted_trail(self._db, self.problems)
+        report_unlisted(self.problems, self._db.unlisted_features)
         ((number,),) = await self._db.runner.data.read(_MALFORMED_PRIMARY_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
 
-    async def chains(self) -> AsyncIterator[tuple[bytes, Any]]:
+    def chains(self) -> AsyncIterator[tuple[bytes, Any]]:
         """Yield the id of each chain and the time of its last record, oldest chain first.
 
         Neither is authenticated.
         """
         query, size = (_CHAINS, _columns.chain), self._db.limits.ids_per_statement
-        read = self._db.runner.data.read
-        async for page in pages(read, *query, size, lambda *row: row, empty=b""):
-            for chain, last_time in page:
-                yield chain, last_time
+        return each(pages(self._db.runner.data.read, *query, size, lambda *row: row, empty=b""))
 
     async def check(
         self,
@@ -290,7 +295,10 @@ class _TrailChecker:
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
         logged = self._logged.get(chain, {})
         last_record: _LastRecord | None = None
-        async for number, moment, record in self._rows(chain):
+        read, size, key = self._db.runner.data.read, self._db.limits.rows, _columns.number
+        stored = pages(read, _RECORDS, key, size, lambda *row: row, chain=chain)
+        async for number, moment, record in each(stored):
+            await self.meter.advance()
             row = f"{chain.hex()}, {number}"
             self._ends[chain] = number
             expected_number = 0 if last_record is None else last_record.number + 1
@@ -352,13 +360,6 @@ class _TrailChecker:
         for (chain,) in await rows_where(self._db.runner.data.read, *query, self.purged_heads):
             detail = "the chain was purged, and is stored again: it was replayed"
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
-
-    async def _rows(self, chain: bytes) -> AsyncIterator[tuple[int, int, bytes]]:
-        read, size, key = self._db.runner.data.read, self._db.limits.rows, _columns.number
-        async for rows in pages(read, _RECORDS, key, size, lambda *row: row, chain=chain):
-            for number, moment, record in rows:
-                yield number, moment, record
-            await self.meter.advance(len(rows))
 
     def _note_purged(self, fields: dict[str, Any]) -> None:
         if fields.get("event") == _PURGE_EVENT:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.formats.records import parse_header_or_none
+from adk_secure_sessions.formats.records import BACKEND_NAMES, parse_header_or_none
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
@@ -51,6 +51,12 @@ class RecordCount(NamedTuple):
     rows: int
     under_current: int
 
+    def cells(self, under: str) -> tuple[object, ...]:
+        """Return the cells of a line; *under* says which keys `under_current` counts."""
+        percent = f"{100 * self.under_current // max(self.rows, 1)}%"  # 100% means all rows
+        current = f"{self.under_current} {under}"
+        return self.table, backend_name(self.backend_id), self.rows, current, percent
+
 
 class DataKeyCount(NamedTuple):
     """How many data keys of one backend are wrapped by one data master.
@@ -64,6 +70,20 @@ class DataKeyCount(NamedTuple):
     backend_id: int
     master_id: int | None
     key_count: int
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        return backend_name(self.backend_id), f"under master key {self.master_id}", self.key_count
+
+
+def backend_name(backend_id: int | None) -> str:
+    """Return the name of a backend of this package; for another id, the text `backend ID`.
+
+    For None, return `no record`: the value has an unknown format.
+    """
+    if backend_id is None:
+        return "no record"
+    return BACKEND_NAMES.get(backend_id, f"backend {backend_id}")
 
 
 async def estimate_rows(db: Database, *tables: sa.Table) -> int:

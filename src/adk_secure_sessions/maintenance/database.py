@@ -135,9 +135,9 @@ class Database(HoldsSecrets, ClosedByWith):
             packing=packing,
         )
         self.trail: AuditTrail = AuditTrail(self.runner, create_table=True, warns=False)
-        # True if the trail had records but the feature list lacked `audit`: somebody has replayed
-        # an older list, which the command has corrected.
-        self.trail_was_unlisted: bool = False
+        # The feature `audit`, if the trail had records but the list of features lacked it: somebody
+        # has replayed an older list, which the command has corrected.
+        self.unlisted_features: set[str] = set()
         self.search_index: SearchIndex = SearchIndex(self.runner)
         self.imports: Imports = Imports(self.runner)
         self.has_root_keys: bool = backend is not None
@@ -224,8 +224,8 @@ class Database(HoldsSecrets, ClosedByWith):
         if is_recorded or not keyring.has_audit_table or keyring.separation is not None:
             return
         is_listed = FeatureName.AUDIT in keyring.features
-        if not is_listed:
-            self.trail_was_unlisted |= bool(await self.runner.data.read(_ANY_RECORD, {}))
+        if not is_listed and await self.runner.data.read(_ANY_RECORD, {}):
+            self.unlisted_features.add(FeatureName.AUDIT)
         if command is None:
             return
         try:

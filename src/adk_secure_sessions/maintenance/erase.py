@@ -1,6 +1,7 @@
 """Erase a user: delete the data keys and all rows, and remove the deleted keys from the file."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +56,7 @@ class Erasure(Result):
         cleared: True if the database file contains no copy of the data keys any more, not even in
             free space.  Logs, replicas and backups are never cleared.
         obstacle: Why `cleared` is False; empty if `cleared` is True.
+        rewrite: Whether the table of data keys was to be rewritten; False in a dry run.
         has_app: Whether the database has the app.
         has_migration_table: Whether the database has the table `secure_migrated`, for copied
             sessions.  The source of a migration may then still contain the user.
@@ -76,6 +78,7 @@ class Erasure(Result):
     )
     cleared: bool = False
     obstacle: str = ""
+    rewrite: bool = False
     has_app: bool = False
     has_migration_table: bool = False
     keys_were_already_gone: bool = False
@@ -94,7 +97,26 @@ class Erasure(Result):
 
     @property
     def succeeded(self) -> bool:
-        return not self.missing_part
+        return not self.missing_part and (self.cleared or not self.rewrite)
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        is_unknown = not (self.rows or self.has_app)
+        if is_unknown:
+            yield "there is no such app"
+        elif not self.rows:
+            yield "there is no such user"
+        elif self.missing_part:
+            remain = "run `verify`, which lists any rows of the user that remain"
+            yield f"{self.missing_part} was missing: {remain}"
+        elif self.keys_were_already_gone:
+            yield "a run that was interrupted had already deleted the data key"
+        if self.cleared and not is_unknown:
+            yield "freed space does not hold the wrapped data key"
+        elif not (dry_run or is_unknown):
+            yield f"freed space may hold the wrapped data key: {self.obstacle}"
+        if self.has_migration_table:
+            source = "the source of the migration may still contain the user"
+            yield f"{source}: delete the user there, too"
 
 
 @audited_command
@@ -174,6 +196,7 @@ async def erase_user(
         collections=deleted[_COLLECTIONS],
         cleared=not obstacle,
         obstacle=obstacle,
+        rewrite=rewrite and not dry_run,
         has_app=has_app,
         has_migration_table=has_migration_table,
         keys_were_already_gone=has_key_database and bool(deleted) and not deleted[data_keys.name],
@@ -201,8 +224,10 @@ class _Deletion:
     def __post_init__(self) -> None:
         self._dialect = dialect_of(self._connection)
         self._has_index = has_table(self._connection, state_index)
-        self._user_row_ids: set[int] = set()  # of deleted rows too
-        self._session_ids_and_tags: set[tuple[int, bytes]] = set()  # of deleted rows too
+        # These also have the ids of deleted rows.
+        self._user_row_ids: set[int] = set()
+        self._session_ids_and_tags: set[tuple[int, bytes]] = set()
+        self._collection_ids: set[int] = set()
 
     def run(self, *, dry_run: bool) -> Counter[str]:
         """Delete rows in passes until no rows are left, and count them by table.
@@ -213,23 +238,33 @@ class _Deletion:
         passes: a trigger or a rule can undo a deletion without an error.
         """
         self._dialect.set_read_committed(self._connection)
+        deleted: Counter[str] = Counter()
         if dry_run:
-            return self._delete_once(dry_run=True)
+            deleted += self._count_rows()
+            return deleted + Counter({_COLLECTIONS: len(self._collection_ids)})
         self._dialect.set_constraints_immediate(self._connection)
         self._dialect.overwrite_deleted(self._connection)
-        deleted: Counter[str] = Counter()
         for _ in range(_MAX_PASSES):
-            deleted += self._delete_once(dry_run=False)
-            if not self._delete_once(dry_run=True):
-                return deleted
+            for table, where in self._rows(locks=True):
+                deleted[table.name] += self._connection.execute(
+                    sa.delete(table).where(where)
+                ).rowcount
+            if not self._count_rows():
+                return deleted + Counter({_COLLECTIONS: len(self._collection_ids)})
         raise DatabaseError(
             "the database does not delete the rows of the user: remove triggers and rules of its "
             "tables, and erase the user again"
         )
 
-    def _delete_once(self, *, dry_run: bool) -> Counter[str]:
-        """Delete the rows that are found now, and count them by table; a dry run only counts."""
-        self._dry_run, self._counts = dry_run, Counter[str]()
+    def _count_rows(self) -> Counter[str]:
+        """Count the rows that are stored now, by table; a table without rows is left out."""
+        counts: Counter[str] = Counter()
+        for table, where in self._rows(locks=False):
+            counts[table.name] += self._connection.scalar(select_count(table, where)) or 0
+        return +counts
+
+    def _rows(self, *, locks: bool) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+        """Yield the conditions for the rows that are found now; *locks* says to delete them."""
         if self.deletes_keys:
             self._require_keyring()
             c = data_keys.c
@@ -238,12 +273,10 @@ class _Deletion:
                 if backend_id in range(256):  # a header has one byte for the backend id
                     self._headers.add(build_header(backend_id, key_id))
         if self.deletes_rows:
-            self._delete_rows()
+            yield from self._rows_without_keys(locks=locks)
         if self.deletes_keys:
-            # This uses only the table of data keys.
-            self._delete_where(data_keys, data_keys.c.owner == self._tag)
+            yield data_keys, data_keys.c.owner == self._tag
             self._require_keyring()  # the deletion may have waited for `move_keys`
-        return +self._counts
 
     def _require_keyring(self) -> None:
         """Raise ConfigurationError if `move_keys` has moved the keys since the keyring was read.
@@ -256,33 +289,35 @@ class _Deletion:
                 "database, or without one; nothing was deleted"
             )
 
-    def _delete_rows(self) -> None:
-        """Delete all rows of the user except the data keys.
+    def _rows_without_keys(
+        self, *, locks: bool
+    ) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+        """Yield the conditions for all rows of the user except the data keys.
 
         To avoid deadlocks, the sessions are locked first, then the user's row, as in a service.
         Afterwards, services cannot append events to the locked sessions, and cannot create sessions
         of the user, whose row is deleted.
         """
         self._user_row_ids |= self._user_rows()
-        locked = self._locked_sessions()
-        self._session_ids_and_tags.update(locked)
-        if self._dry_run:
-            locked = list(self._session_ids_and_tags)  # also count rows of deleted sessions
-        self._delete_where(users, users.c.id.in_(self._user_row_ids))
-        self._delete_where(witnesses, witnesses.c.tag == self._tag)
-        if not self._dry_run:  # another node may just import the user
+        found = self._sessions(locks=locks)
+        self._session_ids_and_tags.update(found)
+        if not locks:
+            found = list(self._session_ids_and_tags)  # also count rows of deleted sessions
+        yield users, users.c.id.in_(self._user_row_ids)
+        yield witnesses, witnesses.c.tag == self._tag
+        if locks:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._user_row_ids:
             row_ids = map(index_rows.index_row_id, self._user_row_ids)
-            self._delete_where(state_index, state_index.c.row_id.in_(row_ids))
-        for start in range(0, len(locked), self._row_ids_per_statement):
-            ids, tags = zip(*locked[start : start + self._row_ids_per_statement], strict=True)
-            self._delete_where(witnesses, witnesses.c.tag.in_(tags))
-            self._delete_where(snapshots, snapshots.c.session_row.in_(ids))
+            yield state_index, state_index.c.row_id.in_(row_ids)
+        for start in range(0, len(found), self._row_ids_per_statement):
+            ids, tags = zip(*found[start : start + self._row_ids_per_statement], strict=True)
+            yield witnesses, witnesses.c.tag.in_(tags)
+            yield snapshots, snapshots.c.session_row.in_(ids)
             if self._has_index:
-                self._delete_where(state_index, state_index.c.row_id.in_(ids))
-            self._delete_where(events, events.c.session_row.in_(ids))
-            self._delete_where(sessions, sessions.c.id.in_(ids))
+                yield state_index, state_index.c.row_id.in_(ids)
+            yield events, events.c.session_row.in_(ids)
+            yield sessions, sessions.c.id.in_(ids)
 
     def _user_rows(self) -> set[int]:
         """Return the row ids of the user: usually one id, of the row with the user's tag.
@@ -297,8 +332,8 @@ class _Deletion:
             row_ids = set(scalars(query.where(header_column(users.c.state).in_(self._headers))))
         return row_ids
 
-    def _locked_sessions(self) -> list[tuple[int, bytes]]:
-        """Lock the user's sessions, unless in a dry run, and return their ids and tags.
+    def _sessions(self, *, locks: bool) -> list[tuple[int, bytes]]:
+        """Return the ids and tags of the user's sessions; with *locks*, lock these rows.
 
         If the user has no row, they are the sessions whose record has one of `_headers`.
         """
@@ -313,15 +348,6 @@ class _Deletion:
         # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
         # convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(is_of_user)
-        rows = self._connection.execute(query if self._dry_run else query.with_for_update()).all()
-        self._counts[_COLLECTIONS] += sum(bool(is_collection) for *_, is_collection in rows)
+        rows = self._connection.execute(query.with_for_update() if locks else query).all()
+        self._collection_ids.update(row_id for row_id, _, is_collection in rows if is_collection)
         return [(row_id, tag) for row_id, tag, _ in rows]
-
-    def _delete_where(self, table: sa.Table, where: sa.ColumnElement[bool]) -> None:
-        """Delete the rows of *table* that match *where*, and count them; a dry run only counts."""
-        if self._dry_run:
-            query = select_count(table, where)
-            self._counts[table.name] += self._connection.scalar(query) or 0
-        else:
-            deleted = self._connection.execute(sa.delete(table).where(where))
-            self._counts[table.name] += deleted.rowcount

@@ -1,13 +1,13 @@
 """Create tables and master keys, or check them, before a service uses a database."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from adk_secure_sessions.audit import audited_command, unstored_command
 from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.results import Result, counter
+from adk_secure_sessions.results import Result, counted, counter
 from adk_secure_sessions.storage.opening import open_database, open_for_service
 from adk_secure_sessions.storage.schema import metadata
 
@@ -49,7 +49,8 @@ async def init(db: Database) -> Initialization:
     return Initialization(tuple(names), tuple(master_ids))
 
 
-class Check(NamedTuple):
+@dataclass
+class Check(Result):
     """The result of `check`.
 
     Attributes:
@@ -69,6 +70,17 @@ class Check(NamedTuple):
     master_id: int | None
     has_key_database: bool
     has_plaintext_records: bool
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        keys = "in the key database" if self.has_key_database else "in this database"
+        yield (
+            f"a service can start: format {self.format_version}, root key {self.root_key_id}, "
+            f"{counted(self.master_count, 'master key')} {keys}"
+        )
+        if self.master_id is None:
+            yield "the first service to start creates a data master"
+        if self.has_plaintext_records:
+            yield "some records are, or were, plaintext"
 
 
 @unstored_command

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import audited_command, unstored_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import parse_header_or_none
+from adk_secure_sessions.maintenance.counts import backend_name
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by_tag
 from adk_secure_sessions.storage.queries import first_rows
@@ -40,6 +41,11 @@ class Location(NamedTuple):
     tag: str
     row: int | None
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        row = "no row" if self.row is None else f"row {self.row}"
+        return self.kind, self.table, row, f"tag {self.tag}"
+
 
 class RecordHeader(NamedTuple):
     """The header of a stored record.  `debug inspect` does not authenticate the header.
@@ -64,6 +70,16 @@ class RecordHeader(NamedTuple):
     root_key_id: str | None
     length: int
     kind: str | None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        backend, key = backend_name(self.backend_id), self.key_id
+        how = (
+            (backend, f"by {key}")
+            if self.root_key_id is None
+            else ("wrapped", f"by {self.root_key_id}")
+        )
+        return f"row {self.row}", self.column, *how, f"{self.length} bytes", self.kind or ""
 
 
 _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {

@@ -17,6 +17,7 @@ which steps are done.  Each transaction checks that no other run has begun meanw
 
 import hashlib
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -31,6 +32,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow, open_keyring
 from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.row_scan import each
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
@@ -86,6 +88,14 @@ class KeyMove(Result):
     resumed: bool = False
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.to == "key-db":
+            yield "the key database has the keys: start services with key_db_url"
+        else:
+            yield "the database has its keys: start services without key_db_url"
+        for obstacle in self.obstacles:
+            yield f"the file that had the keys before may contain copies of them: {obstacle}"
 
 
 @audited_command
@@ -372,21 +382,21 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
 
 async def _fingerprint(database: RetryingExecutor) -> tuple[int, int, str]:
     """Return the numbers of master keys and data keys, and a hash of all rows, as if unparked."""
-    digest, masters, number = hashlib.sha256(), [], 0
-    async for rows in pages(database.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow):
-        masters += [_unparked(row) for row in rows]
-    for master in sorted(masters):
+    digest, count = hashlib.sha256(), 0
+    rows = each(pages(database.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow))
+    masters = sorted([_unparked(row) async for row in rows])
+    for master in masters:
         digest.update(repr(tuple(master)).encode())
-    async for keys in pages(database.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
-        for row in keys:
-            numbers = (row.id, row.generation, row.backend_id, row.created_at)
-            are_sound = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)
-            if not (are_sound and isinstance(row.owner, bytes) and isinstance(row.wrapped, bytes)):
-                detail = "it is malformed and was not moved: restore it from a backup, or delete it"
-                raise TamperedError(detail, Reason.MALFORMED, data_keys.name, row.id)
-            digest.update(repr(tuple(row)).encode())
-        number += len(keys)
-    return len(masters), number, digest.hexdigest()
+    keys = each(pages(database.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow))
+    async for row in keys:
+        numbers = (row.id, row.generation, row.backend_id, row.created_at)
+        are_sound = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)
+        if not (are_sound and isinstance(row.owner, bytes) and isinstance(row.wrapped, bytes)):
+            detail = "it is malformed and was not moved: restore it from a backup, or delete it"
+            raise TamperedError(detail, Reason.MALFORMED, data_keys.name, row.id)
+        digest.update(repr(tuple(row)).encode())
+        count += 1
+    return len(masters), count, digest.hexdigest()
 
 
 def _reject_in_memory(connection: sa.Connection) -> None:

@@ -7,7 +7,7 @@ row needs, and `purge blobs`, which deletes contents that no row names, first re
 """
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from adk_secure_sessions.storage.schema import (
     audit_records,
     data_keys,
     events,
+    migrated,
     sessions,
     snapshots,
     state_index,
@@ -127,17 +128,28 @@ class Problems(CappedList[Problem]):
         return result
 
 
-def report_unlisted(problems: Problems, evidence: str, feature: str, remedy: str) -> None:
-    """Report that the database uses *feature*, and does not list it."""
-    detail = f"{evidence}, and the feature '{feature}' is not listed: an older list was replayed"
-    problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, f"{detail}; {remedy}")
+# For each feature, the rows that need it, and who adds it.
+_EVIDENCE = {
+    FeatureName.COLLECTIONS: ("the database has collections", "service that appends an item"),
+    FeatureName.STATE_INDEX: (f"{state_index.name} has rows", "service with indexed_state_keys"),
+    FeatureName.MIGRATION: (f"{migrated.name} has rows", "run of `migrate`"),
+    FeatureName.AUDIT: (f"{audit_records.name} has rows", "service with Audit(table=True)"),
+}
 
 
-def report_unlisted_trail(db: Database, problems: Problems) -> None:
-    """Report the feature `audit`, if this command had to add it to the list."""
-    if db.trail_was_unlisted:
-        remedy = "services with Audit(table=True) and maintenance commands add the feature again"
-        report_unlisted(problems, f"{audit_records.name} has rows", FeatureName.AUDIT, remedy)
+def report_unlisted(problems: Problems, features: Collection[str]) -> None:
+    """Report that rows need *features* which the list of features lacked.
+
+    A feature is added before the first row that needs it, so somebody has replayed an older list.
+    With that list, a release that does not know the feature would use the database.
+    """
+    for feature, (evidence, next_writer) in _EVIDENCE.items():
+        if feature in features:
+            detail = (
+                f"{evidence}, and the feature '{feature}' is not listed: an older list was "
+                f"replayed; the next {next_writer} adds the feature"
+            )
+            problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
 
 async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:

@@ -1,5 +1,6 @@
 """Delete sessions that have expired, or that have not been used for a long time."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -7,13 +8,13 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
-from adk_secure_sessions.formats.times import time_now
+from adk_secure_sessions.formats.times import time_ago, time_now
 from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, scan_sessions
-from adk_secure_sessions.results import Result, counter, listing
+from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, each, scan_sessions
+from adk_secure_sessions.results import Result, counter, listing, utc_text
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.schema import IS_COLLECTION, SessionRow, sessions
 
@@ -39,6 +40,10 @@ class SessionPurge(Result):
     bad: int = counter("session", "cannot be decrypted, and kept", is_failure=True)
     problems: tuple[Problem, ...] = listing()
     before: int | None = None
+
+    def own_lines(self, dry_run: bool) -> Iterable[str]:
+        is_old = "" if self.before is None else f" or were last used before {utc_text(self.before)}"
+        return [f"such sessions have expired{is_old}"]
 
 
 @audited_command
@@ -73,7 +78,7 @@ async def purge_sessions(
     if older_than is not None:
         if older_than < timedelta():
             raise ConfigurationError("older_than must not be negative")
-        before = cutoff = max(cutoff, now - older_than // timedelta(microseconds=1))
+        before = cutoff = time_ago(older_than)
 
     def is_outdated(row: SessionRow) -> bool:
         return row.updated_at < cutoff or row.expires_at <= now
@@ -84,23 +89,22 @@ async def purge_sessions(
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     result = SessionPurge(before=before)
-    async for page in scan_sessions(db, _OUTDATED_SESSIONS, **times):
-        for stored in page:
-            await meter.advance()
-            try:
-                ids = stored.require_ids()
-                if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
-                    continue
-                deletion = writes.DeleteSession(
-                    await db.runner.identify(*ids), lambda session: is_outdated(session.row)
-                )
-                is_deleted = bool(dry_run or await db.runner.run(deletion))
-            except DecryptionError as error:
-                problems.add_error(error, sessions.name, stored.id)
-                result.bad += 1
-            else:
-                result.deleted += is_deleted
-                result.kept += not is_deleted
+    async for stored in each(scan_sessions(db, _OUTDATED_SESSIONS, **times)):
+        await meter.advance()
+        try:
+            ids = stored.require_ids()
+            if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
+                continue
+            deletion = writes.DeleteSession(
+                await db.runner.identify(*ids), lambda session: is_outdated(session.row)
+            )
+            is_deleted = bool(dry_run or await db.runner.run(deletion))
+        except DecryptionError as error:
+            problems.add_error(error, sessions.name, stored.id)
+            result.bad += 1
+        else:
+            result.deleted += is_deleted
+            result.kept += not is_deleted
     meter.finish()
     result.problems = tuple(problems.items)
     return result

@@ -1,7 +1,7 @@
 """Retire replaced keys: delete data keys and data masters that no row uses any more."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from adk_secure_sessions.maintenance.problems import CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
     KEY_IS_UNCHANGED,
+    each,
     header_column,
     read_owner_with_tag,
     scan_data_keys,
@@ -90,6 +91,17 @@ class Retirement(Result):
         "data key", "spare", hint="no row names them, and they encrypt nothing"
     )
 
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need
+        # the key, a rotation may not help.
+        tables = {key.table for key in self.kept_keys if key.references}
+        if data_keys.name in tables:
+            yield "next: `rotate data` re-encrypts the records under them; then run `retire` again"
+        if keyring_table.name in tables:
+            yield "next: `rotate master` wraps the data keys under them; then run `retire` again"
+        if tables:
+            yield "if a key is still kept then, rows that need it cannot be decrypted: run `verify`"
+
 
 @audited_command
 async def retire(
@@ -135,15 +147,14 @@ async def retire(
     kept_keys: CappedList[KeptKey] = CappedList()
     deleted, spare = Counter[int](), 0  # data keys by the id of their master
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
-    async for owners in pages(
-        db.runner.key_tables.read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner
-    ):
-        for owner in owners:
-            keys = await _retire_data_keys(db, owner, dry_run, throttle)
-            deleted.update(parse_header(row.wrapped)[1] for row in keys.deletable)
-            spare += keys.spare
-            kept_keys.extend(keys.kept)
-            await meter.advance()
+    read = db.runner.key_tables.read
+    owners = pages(read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner)
+    async for owner in each(owners):
+        keys = await _retire_data_keys(db, owner, dry_run, throttle)
+        deleted.update(parse_header(row.wrapped)[1] for row in keys.deletable)
+        spare += keys.spare
+        kept_keys.extend(keys.kept)
+        await meter.advance()
     meter.finish()
     known = (await db.reread_keyring()).rows
     key_counts = await _count_by_master(db)
@@ -168,71 +179,66 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
     An attacker may have moved the session's row to another user.  Then the owner of the session is
     unknown, so the session may need any data key.
     """
-    async for page in scan_sessions(db):
-        for session in page:
-            error = session.ids_or_error
-            if isinstance(error, DecryptionError):
-                if error.reason is Reason.UNKNOWN_BACKEND:  # the operator only has to list it
-                    raise error.located(sessions.name, session.id)
-                detail = "it cannot be decrypted, and may need any key: run `verify` for the cause"
-                raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
-        await throttle.advance(len(page))
+    async for session in each(scan_sessions(db)):
+        error = session.ids_or_error
+        if isinstance(error, DecryptionError):
+            if error.reason is Reason.UNKNOWN_BACKEND:  # the operator only has to list it
+                raise error.located(sessions.name, session.id)
+            detail = "it cannot be decrypted, and may need any key: run `verify` for the cause"
+            raise TamperedError(detail, Reason.MISMATCH, sessions.name, session.id)
+        await throttle.advance()
 
 
 # --- data keys -----------------------------------------------------------------------------------
 
 
-class _KeyDecision(NamedTuple):
-    """An owner's replaced keys, those that are kept and those that no row uses; and the number of
-    spare keys.
-    """
+class _DividedKeys(NamedTuple):
+    """The replaced data keys of an owner, and the number of its spare keys."""
 
     kept: list[KeptKey]
-    deletable: list[DataKeyRow]
+    deletable: list[DataKeyRow]  # no row uses them
     spare: int = 0
 
 
 async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
-) -> _KeyDecision:
+) -> _DividedKeys:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.runner.read_data_keys([owner_tag])).data_keys
     try:
         ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
-        return _decide(rows, (), None)
+        return _divide_keys(rows, (), None)
     if ids_and_headers is None:  # no row needs a key: `reject_orphans` has found none
-        return _KeyDecision([], [])
+        return _DividedKeys([], [])
     named_ids, decrypted_headers = ids_and_headers
     has_key_database = db.runner.executors.has_key_database
 
     deleted: list[DataKeyRow] = []
 
-    def decide_and_delete(connection: sa.Connection) -> _KeyDecision:
+    def divide_and_delete(connection: sa.Connection) -> _DividedKeys:
         """Find the unused keys; delete them, except in a dry run or with a key database."""
         nonlocal deleted
-        remaining, headers = _lock_and_count(
-            owner_tag, rows, dry_run, not has_key_database, connection
-        )
+        remaining, headers = _lock_and_count(owner_tag, rows, dry_run, has_key_database, connection)
         if headers is not None:
             headers |= decrypted_headers
-        decision = _decide(remaining, named_ids, headers)
-        if decision.deletable and not has_key_database and not dry_run:
-            _delete_keys(decision.deletable, connection)
-        deleted = decision.deletable or deleted  # as for masters
-        return decision
+        divided = _divide_keys(remaining, named_ids, headers)
+        if divided.deletable and not has_key_database and not dry_run:
+            _delete_keys(divided.deletable, connection)
+        deleted = divided.deletable or deleted  # as for masters
+        return divided
 
-    decision = await db.runner.data.run(decide_and_delete, commit=not dry_run)
+    divided = await db.runner.data.run(divide_and_delete, commit=not dry_run)
     if not has_key_database:
-        return decision._replace(deletable=deleted)
-    if decision.deletable and not dry_run:
+        return divided._replace(deletable=deleted)
+    if divided.deletable and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.key_tables.run(partial(_delete_keys, decision.deletable))
-    return decision
+        await db.runner.key_tables.run(partial(_delete_keys, divided.deletable))
+    return divided
 
 
 async def _decrypt_owner(
@@ -251,26 +257,29 @@ async def _decrypt_owner(
         return None
     _, owner, headers = checked_owner
     if owner.is_user:
-        async for page in scan_sessions_of_user(db, owner.row.id):
-            for session in page:
-                ids, is_collection = session.require_ids(), session.row.is_collection
-                identity = await db.runner.identify(*ids, is_collection)
-                # Only check that each event can be decrypted.
-                check = key_operations.ReadWholeSession(identity, lambda *_: None)
-                if session_check := await db.runner.run(check):
-                    session_headers = session_check.count_headers()
-                    headers += session_headers
-                    await throttle.advance(session_headers.total())
+        async for session in each(scan_sessions_of_user(db, owner.row.id)):
+            ids, is_collection = session.require_ids(), session.row.is_collection
+            identity = await db.runner.identify(*ids, is_collection)
+            # Only check that each event can be decrypted.
+            check = key_operations.ReadWholeSession(identity, lambda *_: None)
+            if session_check := await db.runner.run(check):
+                session_headers = session_check.count_headers()
+                headers += session_headers
+                await throttle.advance(session_headers.total())
     return owner.key_ids, headers
 
 
 def _lock_and_count(
-    tag: bytes, rows: list[DataKeyRow], dry_run: bool, keys_here: bool, connection: sa.Connection
+    tag: bytes,
+    rows: list[DataKeyRow],
+    dry_run: bool,
+    has_key_database: bool,
+    connection: sa.Connection,
 ) -> tuple[list[DataKeyRow], key_operations.HeaderCounts | None]:
     """Return which of *rows* are still stored, and the numbers of the owner's records by header.
 
     The numbers are None if the row of the owner, whose tag is *tag*, was deleted, or if the data
-    keys have changed.  Without *keys_here*, another database has them: they are not read again.
+    keys have changed.  With a key database, the data keys are not read again.
     """
     dialect_of(connection).set_read_committed(connection)
 
@@ -281,7 +290,7 @@ def _lock_and_count(
     queries = (sa.select(table.c.id).where(table.c.tag == tag) for table in (apps, users))
     app, user = (next((row.id for row in read(query)), None) for query in queries)
     has_changed = app is None and user is None
-    if keys_here:
+    if not has_key_database:
         # This lock waits for services that have locked a key because they write with it.
         stored_rows = {DataKeyRow(*row) for row in read(DATA_KEYS.where(data_keys.c.owner == tag))}
         # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
@@ -290,9 +299,9 @@ def _lock_and_count(
     return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
-def _decide(
+def _divide_keys(
     rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: key_operations.HeaderCounts | None
-) -> _KeyDecision:
+) -> _DividedKeys:
     """Divide an owner's replaced data keys into kept and unused.
 
     *named_ids* are the ids in the owner's row.
@@ -307,10 +316,10 @@ def _decide(
       owner's data keys have changed, since the records were decrypted.
     """
     if not rows:
-        return _KeyDecision([], [])
+        return _DividedKeys([], [])
     older, _current, newer = split_at_current(rows, named_ids)
     if headers is None:
-        return _KeyDecision([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _DividedKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
     for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
@@ -325,7 +334,7 @@ def _decide(
             unused.append(row)
     used_newer = [row for row in newer if uses[row.id]]
     kept += [KeptKey(data_keys.name, row.id, tuple(uses[row.id])) for row in used_newer]
-    return _KeyDecision(kept, unused, len(newer) - len(used_newer))
+    return _DividedKeys(kept, unused, len(newer) - len(used_newer))
 
 
 def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:

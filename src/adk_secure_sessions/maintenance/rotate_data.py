@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -25,9 +25,9 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.maintenance.counts import count_records, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem, Problems
+from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.maintenance.progress import Progress
-from adk_secure_sessions.maintenance.rotation import RotationRun, require_same
+from adk_secure_sessions.maintenance.rotation import Rotation, RotationRun, require_same_plaintext
 from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
     app_name_of,
@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     scan_owners,
     scan_sessions_of_user,
 )
-from adk_secure_sessions.results import Result, counter, listing
+from adk_secure_sessions.results import aligned, counter
 from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.schema import (
     SEALED,
@@ -58,22 +58,13 @@ _SIZES = 1000  # how many pairs (primary key, length of the record) one statemen
 
 
 @dataclass
-class DataRotation(Result):
-    """The result of `rotate_data`; after a dry run, the expected result.
+class DataRotation(Rotation):
+    """The result of `rotate_data`; it also has the attributes of `Rotation`.
 
     Attributes:
-        since: When the rotation began, in microseconds since 1970, UTC.  Data keys that were
-            created before `since` are replaced.
-        resumed: True if this run continued an unfinished rotation from its stored checkpoint.
         created_data_keys: How many data keys were created; 0 after a dry run.
         reencrypted: How many records were re-encrypted.
-        left: How many records still have to be re-encrypted.  The data key of such a record is not
-            the current data key of its owner (the user or app), or was created before `since`, or
-            is not for `backend`.  After a dry run, 0.
-        left_in: The name of each table with such records, and the number of these records.  The sum
-            of the numbers is `left`.
-        bad: How many rows cannot be decrypted; they were left unchanged.
-        problems: The first 1000 rows that cannot be decrypted.
+        left_in: The name of each table with records that are left, and their number.
         blobs: How many contents of artifacts were re-encrypted.  `rotate_data` re-encrypts none;
             `rotate_data_and_blobs` of `integrations.blob_rotation` does.
         blob_bytes: The number of bytes of these contents.
@@ -81,17 +72,22 @@ class DataRotation(Result):
             They are included in `bad` and `problems`, with the rows that name them.
     """
 
-    since: int = 0
-    resumed: bool = False
     reencrypted: int = counter("record", "re-encrypted", shows_zero=True, is_change=True)
     blobs: int = counter("blob", "re-encrypted", is_change=True)
     blob_bytes: int = counter("byte", "re-encrypted", is_change=True)
     created_data_keys: int = counter("data key", "created")
-    bad: int = counter("row", "cannot be decrypted, and left unchanged", is_failure=True)
-    bad_blobs: int = counter("blob", "of these, missing or tampered with")
-    left: int = counter("record", "left under older keys", is_failure=True)
+    bad_blobs: int = counter("blob", "missing or tampered with")
     left_in: tuple[tuple[str, int], ...] = ()
-    problems: tuple[Problem, ...] = listing("bad")
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        yield from aligned(self.left_in, "  ")
+        if self.bad_blobs and self.bad == self.bad_blobs and not dry_run:
+            yield (
+                "next: restore these blobs from a backup of the store, or delete their artifacts, "
+                "then run this again"
+            )
+        else:
+            yield from super().own_lines(dry_run)
 
 
 @audited_command
@@ -227,10 +223,8 @@ async def _read_by_keys(
 # --- the run -------------------------------------------------------------------------------------
 
 
-class DataRotationRun(RotationRun):
+class DataRotationRun(RotationRun[DataRotation]):
     """One run of `rotate_data`; a subclass may re-encrypt more after the records."""
-
-    result: DataRotation
 
     def __init__(self, db: Database, *, dry_run: bool) -> None:
         super().__init__(db, "data", DataRotation(), dry_run=dry_run)
@@ -349,7 +343,7 @@ class DataRotationRun(RotationRun):
         for record, context, plaintext in outdated:
             sealed = keys.seal(owner_tag, context, plaintext, has_flags=True)
             decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
-            require_same(record.table.name, record.name, plaintext, decrypt_new)
+            require_same_plaintext(record.table.name, record.name, plaintext, decrypt_new)
             changes.setdefault(record.table, []).append((record, sealed))
         await self._db.runner.data.run(partial(_store_reencrypted, changes))
         for table, replaced in changes.items():

@@ -25,18 +25,18 @@ from adk_secure_sessions.keys.keyring import (
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.counts import count_data_keys, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.rotate_root import store_master_keys
 from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
+    Rotation,
     RotationRun,
     after_creation,
     authenticated_data_masters,
-    require_same,
+    require_same_plaintext,
 )
 from adk_secure_sessions.maintenance.row_scan import KEY_IS_UNCHANGED, scan_data_keys
-from adk_secure_sessions.results import Result, counter, listing
+from adk_secure_sessions.results import counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys
@@ -47,28 +47,18 @@ _HEADROOM = 4  # master keys that services with other root keys may have to crea
 
 
 @dataclass
-class MasterRotation(Result):
-    """The result of `rotate_master`; after a dry run, the expected result.
+class MasterRotation(Rotation):
+    """The result of `rotate_master`; it also has the attributes of `Rotation`.
 
     Attributes:
         master_id: The id of the new data master; None if a dry run did not create it.
-        since: When the rotation began, in microseconds since 1970, UTC.
-        resumed: True if this run continued an unfinished rotation from its stored checkpoint.
         rotated: How many data keys were wrapped with the new data master.
-        left: How many data keys are still wrapped by another data master.
-        bad: How many of the `left` data keys cannot be unwrapped; they were left unchanged.
-        problems: The first 1000 data keys that cannot be unwrapped.
     """
 
     master_id: int | None = None
-    since: int = 0
-    resumed: bool = False
     rotated: int = counter(
         "data key", "wrapped by the new data master", shows_zero=True, is_change=True
     )
-    left: int = counter("data key", "still wrapped by another data master", is_failure=True)
-    bad: int = counter("data key", "cannot be unwrapped, and left unchanged", is_failure=True)
-    problems: tuple[Problem, ...] = listing("bad")
 
 
 @audited_command
@@ -105,9 +95,7 @@ async def rotate_master(
     return run.result
 
 
-class _MasterRotationRun(RotationRun):
-    result: MasterRotation
-
+class _MasterRotationRun(RotationRun[MasterRotation]):
     async def _check_and_count_rows(self) -> int:
         if self._db.runner.backends.writing.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
@@ -179,7 +167,7 @@ class _MasterRotationRun(RotationRun):
         pairs = [(row, wrap_data_key(row, keyring, master_id, key)) for row, key in keys.items()]
         for before, after in pairs:
             decrypt = partial(unwrap_data_key, after, keyring)
-            require_same(data_keys.name, after.id, keys[before], decrypt)
+            require_same_plaintext(data_keys.name, after.id, keys[before], decrypt)
         await self._db.runner.key_tables.run(partial(_store_rewrapped, pairs, master_id))
         new_rows = {after for _, after in pairs}
         read, ids = self._db.runner.key_tables.read, [before.id for before, _ in pairs]

@@ -1,6 +1,6 @@
 """Replace the root key: wrap the master keys (a few rows) with a new root key."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +41,9 @@ class RootRotation(Result):
     plaintext_ids: tuple[int, ...] = counter(
         "master key", "stored as plaintext, and left unchanged", default=()
     )
+
+    def own_lines(self, dry_run: bool) -> Iterable[str]:
+        return [f"the new root key is {self.root_key_id}"]
 
 
 @audited_command

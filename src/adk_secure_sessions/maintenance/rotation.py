@@ -11,8 +11,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -24,8 +25,11 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow, unwrap_master_key
 from adk_secure_sessions.maintenance.counts import can_unwrap
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problems
+from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
+from adk_secure_sessions.maintenance.retire import Retirement
+from adk_secure_sessions.maintenance.row_scan import each
+from adk_secure_sessions.results import Result, counted, counter, listing, utc_text
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import data_keys
@@ -37,6 +41,7 @@ _MAX_PASSES = 3  # of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
 _YEAR_10000 = 253_402_300_800_000_000
+NOT_VERIFIED = "; not verified: that needs --key"
 OVERLAPPED = "another rotation was started meanwhile; run one rotation at a time"
 
 
@@ -61,8 +66,70 @@ class UnfinishedRotation(NamedTuple):
     done: int | None = None
     total: int | None = None
 
+    @property
+    def line(self) -> str:
+        if self.done is None or self.total is None or self.since is None:
+            return f"{self.name}: its checkpoint was tampered with; --restart begins a new rotation"
+        percent = 100 * self.done // max(self.total, 1)
+        total = counted(self.total, "data key" if self.name == "master" else "record")
+        began = f"began {utc_text(self.since)}{'' if self.is_authentic else NOT_VERIFIED}"
+        return f"{self.name}: {percent}%, {self.done:,} of {total}; {began}"
 
-class RotationRun(ABC):
+
+@dataclass
+class Rotation(Result):
+    """The result of `rotate_master` or `rotate_data`; after a dry run, the expected result.
+
+    Attributes:
+        since: When the rotation began, in microseconds since 1970, UTC.  It replaces the keys that
+            were created before.
+        resumed: True if this run continued an unfinished rotation from its stored checkpoint.
+        bad: How many rows cannot be decrypted; they were left unchanged.
+        left: How many data keys or records are still encrypted with an older key, or with another
+            backend than `backend`; they include data keys in `bad`.  `rotate_data` does not count
+            them in a dry run.
+        problems: The first 1000 rows that cannot be decrypted.
+        retirement: What `retire` did after the rotation; None unless the option --retire was given,
+            or if something was left.
+    """
+
+    since: int = 0
+    resumed: bool = False
+    bad: int = counter("row", "cannot be decrypted, and left unchanged", is_failure=True)
+    left: int = counter("row", "left under older keys", is_failure=True)
+    problems: tuple[Problem, ...] = listing("bad")
+    retirement: Retirement | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return super().succeeded and (self.retirement is None or self.retirement.succeeded)
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if dry_run:
+            return
+        if self.retirement is not None:
+            yield from self.retirement.lines()
+        elif self.bad and all(row.reason is Reason.UNKNOWN_BACKEND for row in self.problems):
+            yield (
+                "next: run this again with --also-backend, for the backend that encrypted these "
+                "rows"
+            )
+        elif self.bad:
+            yield (
+                "next: repeat an `erase-user` that was interrupted, or run `verify` and restore "
+                "the whole database from a backup (an older copy of a single row may be "
+                "rejected); then run this again"
+            )
+        elif self.left:
+            yield "next: once all services write with the same backend and root key, run this again"
+        else:
+            yield "next: `retire` deletes the keys that were replaced"
+
+
+R = TypeVar("R", bound=Rotation)
+
+
+class RotationRun(ABC, Generic[R]):
     """One run of a rotation, which replaces all keys that were created before `result.since`.
 
     A pass processes all rows, and then counts the rows that still use older keys.  A service that
@@ -72,8 +139,8 @@ class RotationRun(ABC):
     A rotation that has not ended has a checkpoint: the stored time *since*.  A dry run stores none.
     """
 
-    def __init__(self, db: Database, name: str, result: Any, *, dry_run: bool) -> None:
-        self.result: Any = result  # a result with `since`, `resumed`, `left`, `bad` and `problems`
+    def __init__(self, db: Database, name: str, result: R, *, dry_run: bool) -> None:
+        self.result: R = result
         self._db = db
         self._name = name
         self._checkpoint = f"{meta.ROTATION}{name}"
@@ -111,7 +178,7 @@ class RotationRun(ABC):
     async def _before_passes(self) -> None:
         """Prepare the first pass; `run` calls this once, after it has read the checkpoint."""
 
-    async def _after_passes(self) -> None:  # noqa: B027 - not every rotation has something to do
+    async def _after_passes(self) -> None:
         """Do what follows the passes; `run` keeps the checkpoint until this method returns."""
 
     @abstractmethod
@@ -142,14 +209,14 @@ class RotationRun(ABC):
             own = {name: text for name, text in texts.items() if name == self._checkpoint}
             index_master = (await self._db.keyring()).index_master
             for rotation in parse_checkpoints(own, index_master):
-                self.result.since, self.result.resumed = rotation.since, True
-                if self.result.since is None or not rotation.is_authentic:
+                if rotation.since is None or not rotation.is_authentic:
                     raise TamperedError(
                         "the checkpoint was modified; begin a new rotation, with --restart or "
                         "restart=True",
                         table=meta.TABLE,
                         row=self._checkpoint,
                     )
+                self.result.since, self.result.resumed = rotation.since, True
                 return
             self.result.since = await later_than_all_keys(self._db)
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
@@ -172,7 +239,9 @@ class RotationRun(ABC):
             raise SecureSessionError(f"rotation {self._name}: {OVERLAPPED}")
 
 
-def require_same(table: str, row: object, plaintext: bytes, decrypt: Callable[[], bytes]) -> None:
+def require_same_plaintext(
+    table: str, row: object, plaintext: bytes, decrypt: Callable[[], bytes]
+) -> None:
     """Raise SecureSessionError unless *decrypt* decrypts the new value of *row* to *plaintext*.
 
     Call this before the old value is replaced.  A third party's backend that fails for some sizes,
@@ -200,10 +269,10 @@ async def later_than_all_keys(db: Database) -> int:
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
     read, size = db.runner.key_tables.read, db.limits.ids_per_statement
-    async for page in pages(read, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest):
-        for key in page:
-            if can_unwrap(key, keyring):
-                latest = max(latest, after_creation(data_keys, key))
+    later = pages(read, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
+    async for key in each(later):
+        if can_unwrap(key, keyring):
+            latest = max(latest, after_creation(data_keys, key))
     return latest
 
 

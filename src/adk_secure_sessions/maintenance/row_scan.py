@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -23,6 +23,8 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.table_walk import pages, rows_where
+
+T = TypeVar("T")
 
 _USERS, _SESSIONS = SEALED[1:3]
 
@@ -50,6 +52,13 @@ class ScannedSession(NamedTuple):
         if isinstance(self.ids_or_error, DecryptionError):
             raise self.ids_or_error
         return self.ids_or_error
+
+
+async def each(walk: AsyncIterator[Sequence[T]]) -> AsyncIterator[T]:
+    """Yield the items of the pages of *walk* one by one."""
+    async for page in walk:
+        for item in page:
+            yield item
 
 
 async def scan_sessions(

@@ -1,6 +1,6 @@
 """Fill the search index of state keys for sessions that are stored already, or delete it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,6 +56,15 @@ class IndexChange(Result):
     @property
     def succeeded(self) -> bool:
         return self.complete or not self.bad
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.complete:
+            yield "find_sessions can find sessions by these keys"
+        elif self.bad:
+            yield (
+                "next: run `verify`, restore or delete the rows that it names, and run this again; "
+                "or run this with --skip-unreadable"
+            )
 
 
 @audited_command

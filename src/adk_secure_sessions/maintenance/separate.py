@@ -7,6 +7,7 @@ database decrypts a record of the other.
 """
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,6 +74,15 @@ class Separation(Result):
         "data master", "deleted", shows_zero=True, default=()
     )
     kept: int = counter("replaced key", "kept")
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.complete:
+            yield f"the copy has the id {self.database_id} and keys of its own: services can start"
+        else:
+            yield (
+                "the separation has not ended, and services reject the copy: run `verify`, delete "
+                "or restore the rows that it names, and run this command again"
+            )
 
 
 @audited_command

@@ -1,6 +1,7 @@
 """Report the keys, records and unfinished rotations of a database; decrypt no record."""
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +23,12 @@ from adk_secure_sessions.maintenance.counts import (
 )
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.rotation import UnfinishedRotation, parse_checkpoints
-from adk_secure_sessions.results import Result
+from adk_secure_sessions.maintenance.rotation import (
+    NOT_VERIFIED,
+    UnfinishedRotation,
+    parse_checkpoints,
+)
+from adk_secure_sessions.results import Result, aligned, counted, utc_text
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.schema import (
@@ -37,6 +42,10 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.survey import FeatureName, Survey
+
+_INDENT = "  "
+_AGAIN = "it runs or was stopped; running {} again is safe and continues it"
+_FUTURE = "a clock is or was wrong, and `status` exits 1 until then"
 
 
 class MasterKey(NamedTuple):
@@ -61,6 +70,14 @@ class MasterKey(NamedTuple):
     age: float
     is_unwrapped: bool | None
 
+    @property
+    def cells(self) -> tuple[object, ...]:
+        age = f"{abs(self.age) / 86400:.0f} days"
+        age = f"{age} old" if self.age >= 0 else f"{age} in the future: {_FUTURE}"
+        unwrapped = {None: "", True: "unwrapped", False: "cannot be unwrapped"}[self.is_unwrapped]
+        created = f"of {utc_text(self.created_at, '%Y-%m-%d')}"
+        return self.purpose, self.id, f"under {self.root_key_id}", created, age, unwrapped
+
 
 class MigrationStatus(NamedTuple):
     """The progress of a migration into the database.
@@ -81,6 +98,18 @@ class MigrationStatus(NamedTuple):
     is_complete: bool
     is_authentic: bool | None
 
+    @property
+    def line(self) -> str:
+        counts = f"{counted(self.sessions, 'session')} copied"
+        counts = f"migration: {counts}, {counted(self.tombstones, 'tombstone')}"
+        if not self.is_complete:
+            return f"{counts}; not complete: a service with plaintext fallback reads the source"
+        if self.is_authentic is False:
+            return (
+                f"{counts}; its mark of completion was tampered with: run `migrate compare` again"
+            )
+        return f"{counts}; complete{'' if self.is_authentic else NOT_VERIFIED}"
+
 
 class IndexStatus(NamedTuple):
     """The search index of state keys.  The names of the keys are not stored.
@@ -98,6 +127,17 @@ class IndexStatus(NamedTuple):
     complete: int | None
     tampered: int | None
 
+    @property
+    def line(self) -> str:
+        counts = f"search index: {counted(self.rows, 'row')} of {counted(self.keys, 'key')}"
+        if self.complete is None:
+            return f"{counts}{NOT_VERIFIED}"
+        if self.tampered:
+            wrong = counted(self.tampered, "mark")
+            return f"{counts}; {wrong} tampered with: run `index fill` for each app and key"
+        left = self.keys - self.complete
+        return f"{counts}; {f'{left} not complete: `index fill` ends it' if left else 'complete'}"
+
 
 class TrailStatus(NamedTuple):
     """The audit trail.  `verify_audit` checks its records; this is only their number.
@@ -112,6 +152,12 @@ class TrailStatus(NamedTuple):
     records: int
     chains: int
     since: int | None
+
+    @property
+    def line(self) -> str:
+        counts = f"{counted(self.records, 'record')} in {counted(self.chains, 'chain')}"
+        oldest = "" if self.since is None else f", the oldest of {utc_text(self.since)}"
+        return f"audit trail: {counts}{oldest}"
 
 
 @dataclass
@@ -159,6 +205,30 @@ class Status(Result):
         tampered = self.state_index is not None and self.state_index.tampered
         has_future = any(key.age < 0 for key in self.master_keys)
         return not (False in checks or tampered or has_future)
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        plaintext = "; some records are, or were, plaintext" if self.has_plaintext_records else ""
+        yield f"format {self.format_version}{plaintext}"
+        yield from ("master keys", *aligned([key.cells for key in self.master_keys], _INDENT))
+        yield from ("data keys", *aligned([count.cells for count in self.data_keys], _INDENT))
+        if self.spare_keys:
+            spare = counted(self.spare_keys, "data key")
+            yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
+        is_rotating = any(run.name == "data" and run.done is not None for run in self.unfinished)
+        under = "under keys of the rotation" if is_rotating else "under current key"
+        yield from ("rows", *aligned([count.cells(under) for count in self.records], _INDENT))
+        if self.is_separating:
+            again = _AGAIN.format("`separate`")
+            yield f"unfinished separation, and services reject this copy; {again}"
+        elif self.unfinished:
+            yield "unfinished rotations"
+        for rotation in self.unfinished:
+            is_own = rotation.total is not None and not self.is_separating
+            again = f"; {_AGAIN.format('the same command')}" if is_own else ""
+            yield f"{_INDENT}{rotation.line}{again}"
+        for part in (self.migration, self.state_index, self.audit_trail):
+            if part is not None:
+                yield part.line
 
 
 @unstored_command

@@ -5,7 +5,7 @@ bytes of the row remain in the file.  docs/erasure.md describes which bytes rema
 database.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -35,6 +35,9 @@ class Vacuum(Result):
 
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
+
+    def own_lines(self, dry_run: bool) -> Iterable[str]:
+        return [f"not rewritten: {obstacle}" for obstacle in self.obstacles]
 
 
 @audited_command

@@ -15,17 +15,12 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.counts import can_unwrap, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import (
-    Problem,
-    Problems,
-    orphans,
-    report_unlisted,
-    report_unlisted_trail,
-)
+from adk_secure_sessions.maintenance.problems import Problem, Problems, orphans, report_unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
     ScannedSession,
+    each,
     read_owner,
     scan_data_keys,
     scan_owners,
@@ -57,12 +52,6 @@ from adk_secure_sessions.storage.table_walk import pages, rows_where
 # Therefore `verify` does not report a data key without an owner's row if it was created in the last
 # 10 minutes or, because clocks differ, has a time of creation in the next 10 minutes.
 _NEW_KEY_GRACE = 600_000_000
-# For each feature, what needs it, and who adds it.
-_EVIDENCE = {
-    FeatureName.COLLECTIONS: ("the database has collections", "service that appends an item"),
-    FeatureName.STATE_INDEX: (f"{state_index.name} has rows", "service with indexed_state_keys"),
-    FeatureName.MIGRATION: (f"{migrated.name} has rows", "run of `migrate`"),
-}
 _WRONG_MARK = (
     "the mark of a key of the search index was tampered with: run `index fill` for each app and key"
 )
@@ -122,12 +111,12 @@ async def verify(
     if state_index.name in tables:
         await run.check_marks()
     await run.check_owners()
-    async for page in scan_sessions(db):
-        for session in page:
-            await run.check_session(session)
+    async for session in each(scan_sessions(db)):
+        await run.check_session(session)
     if imports:
         await run.check_imports()
-    await run.report_unlisted_features()
+    listed = (await db.survey_existing()).features
+    report_unlisted(run.problems, (run.needed_features - listed) | db.unlisted_features)
     await _find_orphans(db, run.problems, *([state_index] if state_index.name in tables else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
@@ -147,14 +136,14 @@ class _Verifier:
         self._index_master = index_master
         self._meter = meter
         self._misnamed_apps: set[int] = set()
-        self._needed_features: set[str] = set()  # the features that rows need
+        self.needed_features: set[str] = set()  # the features that rows need
         # The tags of the keys whose rows of the search index are complete.
         self._complete_index_tags: set[bytes] = set()
 
     async def check_marks(self) -> None:
         read = self._db.runner.data.read
         for tag, state in await index_rows.read_marks(read, self._index_master):
-            self._needed_features.add(FeatureName.STATE_INDEX)
+            self.needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
                 self.problems.add(state_index.name, name, Reason.MISMATCH, _WRONG_MARK)
@@ -181,10 +170,9 @@ class _Verifier:
 
     async def check_owners(self) -> None:
         for table in (apps, users):
-            async for rows in scan_owners(self._db, table):
-                for row in rows:
-                    await self._check_owner(table, row)
-                    await self._meter.advance()
+            async for row in each(scan_owners(self._db, table)):
+                await self._check_owner(table, row)
+                await self._meter.advance()
 
     async def _check_owner(self, table: sa.Table, row: OwnerRow) -> None:
         try:
@@ -209,19 +197,6 @@ class _Verifier:
             else:
                 self.problems.add_error(error, table.name, row.id)
 
-    async def report_unlisted_features(self) -> None:
-        """Report a list that lacks a feature which rows need.
-
-        A feature is added before the first row that needs it, so somebody has replayed an older
-        list.  With that list, a release that does not know the feature would use the database.
-        """
-        unlisted = self._needed_features - (await self._db.survey_existing()).features
-        for feature, (evidence, next_writer) in _EVIDENCE.items():
-            if feature in unlisted:
-                remedy = f"the next {next_writer} adds the feature"
-                report_unlisted(self.problems, evidence, feature, remedy)
-        report_unlisted_trail(self._db, self.problems)
-
     async def check_imports(self) -> None:
         macs = ImportMacs(await self._db.keyring())
         size = self._db.limits.ids_per_statement
@@ -229,7 +204,7 @@ class _Verifier:
         async for rows in pages(self._db.runner.data.read, query, key, size, lambda *row: row):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
-                self._needed_features.add(FeatureName.MIGRATION)
+                self.needed_features.add(FeatureName.MIGRATION)
                 with self.problems.recording(migrated.name, row.tag):
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
@@ -277,7 +252,7 @@ class _Verifier:
                 memory_items.check_replaced(items, 0, events.name, session.row.id)
                 rows += len(history)
                 if is_collection:
-                    self._needed_features.add(FeatureName.COLLECTIONS)
+                    self.needed_features.add(FeatureName.COLLECTIONS)
                     self.result.collections += 1
                     self.result.items += len(history)
                 else:

@@ -1,5 +1,6 @@
 """Compare every session and state of a source with its copy in an encrypted database."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from adk_secure_sessions.audit import audited_command
@@ -78,6 +79,24 @@ class Comparison(Result):
     mark_withdrawn: bool = False
     findings: tuple[Finding, ...] = listing("missing", "different", "bad", "changed")
     seconds: float = 0.0
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if not self.all_equal:
+            yield "the two sides are not equal; next: run `migrate copy`, then compare again"
+            if self.mark_withdrawn:
+                yield (
+                    "an earlier comparison had stored the mark that ends the migration: it was "
+                    "withdrawn, so services with a fallback read the source again"
+                )
+        elif self.mark_stored:
+            yield (
+                "everything was copied: the database now has the mark that ends the migration, so "
+                "services no longer read the source"
+            )
+        elif not self.sessions + self.states:
+            yield "the source has nothing to compare"
+        elif not dry_run:
+            yield "both sides are equal; to end the migration, compare without --app and --since"
 
 
 @audited_command

@@ -45,8 +45,27 @@ class SourceErasure(Result):
         return self.comparison.bad
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
-        yield from self.comparison.lines()
+        yield from self.comparison.lines(dry_run)
         yield from super().lines(dry_run)
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.source_changed:
+            yield (
+                "nothing was deleted, because the source has changed since it was compared: end "
+                "every process that writes to it, then copy and compare again"
+            )
+        elif not self.comparison.all_equal:
+            yield "nothing was deleted"
+        elif not dry_run:
+            for obstacle in self.obstacles:
+                yield f"freed space was not overwritten: {obstacle}"
+            if not self.obstacles:
+                yield "the free space of the source holds no deleted values"
+            yield (
+                "not erased, because no command can reach them: backups, replicas, WAL archives "
+                "and binary logs, copies of files, snapshots of disks, and what the disk keeps of "
+                "overwritten blocks"
+            )
 
     @property
     def succeeded(self) -> bool:

@@ -4,7 +4,7 @@ Everything that is written is plaintext.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from adk_secure_sessions.audit import add_facts, audited_command
@@ -66,6 +66,13 @@ class Export(Result):
     )
     findings: tuple[Finding, ...] = listing("bad", "different")
     seconds: float = 0.0
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.stopped:
+            yield (
+                "stopped there: to export the other sessions, delete the file of --jsonl, if you "
+                "gave one, and run the same command again with --skip-bad"
+            )
 
 
 @audited_command

@@ -1,5 +1,6 @@
 """Copy sessions and states from a source into an encrypted database."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -96,6 +97,25 @@ class Migration(Result):
         """
         gone = self.gone and not self.deleted_gone
         return super().succeeded and not (self.stopped or gone)
+
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.events and not dry_run:
+            speed = self.events / max(self.seconds, 1e-9)
+            yield f"in {self.seconds:.1f} s ({speed:,.0f} events/s)"
+        if self.gone and self.deleted_gone:
+            were = "would be" if dry_run else "were"
+            yield f"the sessions that are no longer in the source {were} deleted in the target"
+        if self.has_artifacts_or_memory:
+            yield "the source also has artifacts or memories of users, which are not copied"
+        if self.stopped:
+            yield (
+                "stopped: repair this row in the source, or give --skip-bad; then run this again, "
+                "which continues"
+            )
+        elif self.behind:
+            yield "the source is in use: run this again to copy what has changed"
+        elif not (dry_run or self.bad or self.conflicts):
+            yield "the copy is up to date; next: `migrate compare` compares both sides"
 
 
 @audited_command
