@@ -205,8 +205,9 @@ def on_database(
             backends = () if keys == "none" else _backends(options, required=keys == "required")
             engine_options: dict[str, Any] = {}
             if "timeout" in options and db.startswith("sqlite"):
-                # `check` waits for its thread, which waits for a lock on the file.
-                engine_options["connect_args"] = {"timeout": min(options["timeout"], 30.0)}
+                # `check` waits for its thread, which waits for a lock on the file: for a second
+                # more, so that the error says that the time is over, not that the file is locked.
+                engine_options["connect_args"] = {"timeout": min(options["timeout"] + 1, 30.0)}
             with one_line_errors():
                 database = maintenance.Database(
                     db, *backends, key_db_url=key_db, packing=packing, **engine_options
