@@ -240,6 +240,24 @@ def test_state_delta_may_be_a_mapping_that_is_no_dict() -> None:
     assert parsed(events.encode(event))[1]["actions"]["state_delta"] == {"a": {"b": 1}}
 
 
+@pytest.mark.parametrize("name", ["state_delta", "agent_state"])
+@pytest.mark.parametrize("mapping", [dict, MappingProxyType])
+def test_models_beside_a_value_without_json_keep_their_none_fields(
+    name: str, mapping: Callable[[Any], Any]
+) -> None:
+    event = made()
+    setattr(event.actions, name, mapping({"a": len, "b": ToolConfirmation(hint="h")}))
+    stored = parsed(events.encode(event))[1]["actions"][name]["b"]
+    assert stored == ToolConfirmation(hint="h").model_dump()
+
+
+def test_models_deep_in_a_state_with_a_lone_surrogate_lose_their_none_fields() -> None:
+    confirmation = ToolConfirmation(hint="h")
+    event = made(actions=EventActions(state_delta={"a": "\ud800", "b": {"c": confirmation}}))
+    stored = parsed(events.encode(event))[1]["actions"]["state_delta"]["b"]
+    assert stored == {"c": confirmation.model_dump(exclude_none=True)}
+
+
 @pytest.mark.parametrize("event", [*EVENTS.values(), NULLS], ids=[*EVENTS, "nulls"])
 def test_event_is_stored_as_well_without_the_serializer_of_events(
     event: Event, monkeypatch: pytest.MonkeyPatch

@@ -165,8 +165,9 @@ def _fields(event: Event) -> JsonObject:
         # keeps the None fields of the models inside that value.  In this case, use the original
         # value, which still contains these models with all their fields.
         value = getattr(event.actions, name, None)
-        if isinstance(value, Mapping):
-            value = fields["actions"][name] = _dumped_value(dict(value))
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            value = dict(value)
+            fields["actions"][name] = _dumped_value(value)
         _, is_lossy = json_text.json_form(value, "utf8")
         if is_lossy:
             fields["actions"][name] = value
