@@ -112,7 +112,13 @@ def test_limits_on_the_page_are_those_of_the_code() -> None:
 def test_errors_that_the_page_names_exist(page: str) -> None:
     named = set(re.findall(r"`(\w+Error)`", (DOCS / page).read_text(encoding="utf-8")))
     adks = {"AlreadyExistsError", "SessionNotFoundError", "StaleSessionError"}
-    others = {"NotImplementedError", "TypeError", "UnicodeEncodeError", "ValueError"}
+    others = {
+        "NotImplementedError",
+        "TypeError",
+        "UnicodeDecodeError",
+        "UnicodeEncodeError",
+        "ValueError",
+    }
     others.add("PydanticSerializationError")
     assert named - adks - others <= set(adk_secure_sessions.__all__)
 

@@ -87,6 +87,18 @@ async def test_value_without_json_form_in_an_event_becomes_text(
         assert [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
+async def test_bytes_that_are_not_utf_8_in_a_state_become_text(
+    kind: Kind, service: BaseSessionService, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind.is_reference:
+        with pytest.raises(UnicodeDecodeError):
+            await create(service, state={"k": b"\xff"})
+    else:
+        session = await create(service, state={"k": b"\xff"})
+        assert session.state == {"k": r"b'\xff'"}
+        assert [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
 @pytest.mark.parametrize("beside", [1, a_function])
 async def test_none_in_models_is_kept_where_adk_keeps_it(
     service: BaseSessionService, beside: Any
