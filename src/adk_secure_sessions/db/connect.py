@@ -65,7 +65,7 @@ def executors_for(
         data = _executor(source, engine_kwargs, read_timeout)
         return Executors(data, data)
     key_source = _source("key_db", key_db_url, key_db_engine)
-    if source is key_source or _identity(source) == _identity(key_source):
+    if source is key_source or _equality_key(source) == _equality_key(key_source):
         raise ConfigurationError(
             "the key database must not be the database of the sessions: "
             "omit it to store the keys in the database of the sessions"
@@ -125,7 +125,7 @@ def _with_driver(url: sa.URL) -> sa.URL:
     return url.set(drivername=f"{backend}+{driver}")
 
 
-def _identity(source: Source) -> object:
+def _equality_key(source: Source) -> object:
     """Return a value by which to compare two sources; equal values mean the same database.
 
     If one database has two names, such as two hard links, opening it raises ConfigurationError.

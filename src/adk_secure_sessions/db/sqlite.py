@@ -91,7 +91,7 @@ def file_of(url: sa.URL) -> Path | None:
 
 
 def _prepare_file(
-    file: "FileIdentity",
+    file: "WatchedFile",
     _dialect: object,
     _record: object,
     args: list[Any],
@@ -197,7 +197,7 @@ class SqliteExecutor:
         connect_args = {"timeout": _BUSY_TIMEOUT, "check_same_thread": False}
         options["connect_args"] = connect_args | engine_kwargs.get("connect_args", {})
         self._engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
-        self._file = FileIdentity()
+        self._file = WatchedFile()
         sa.event.listen(self._engine, "do_connect", partial(_prepare_file, self._file))
         sa.event.listen(self._engine, "connect", _set_up)
         sa.event.listen(self._engine, "connect", self._file.connected)
@@ -366,7 +366,7 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-class FileIdentity:
+class WatchedFile:
     """The SQLite file of an executor, to notice that the file was deleted or replaced.
 
     With a write-ahead log, SQLite reports no error, and acknowledged writes would be lost.  `check`
@@ -499,10 +499,10 @@ class WorkerThread:
     """
 
     def __init__(
-        self, engine: sa.Engine, file: FileIdentity, read_timeout: float | None, *, writes: bool
+        self, engine: sa.Engine, file: WatchedFile, read_timeout: float | None, *, writes: bool
     ) -> None:
         self._engine = engine
-        self.file: FileIdentity = file
+        self.file: WatchedFile = file
         self._read_timeout = read_timeout
         self._write_timeout = write_timeout(read_timeout)
         self._writes = writes

@@ -75,7 +75,7 @@ class PassphraseKey(RootKey):
         self._ciphers: dict[bytes, Aes256Gcm] = {}
         self._authentic_header = b""
 
-    def _identity(self) -> tuple[object, ...]:
+    def _equality_key(self) -> tuple[object, ...]:
         return self.key_id, self._passphrase
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:

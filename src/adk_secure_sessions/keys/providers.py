@@ -119,17 +119,17 @@ def _derive(key: bytes, purpose: str, length: int) -> bytes:
 
 
 class RootKey(HoldsSecrets):
-    """Base class of the root keys of this package: two are equal if `_identity` is."""
+    """Base class of the root keys of this package: two are equal if `_equality_key` is."""
 
     __slots__ = ()
     key_id: str
 
-    def _identity(self) -> tuple[object, ...]:
-        """Return what tells this root key from all others."""
+    def _equality_key(self) -> tuple[object, ...]:
+        """Return a value that only equal root keys have."""
         return (self.key_id,)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RootKey) and self._identity() == other._identity()
+        return isinstance(other, RootKey) and self._equality_key() == other._equality_key()
 
     def __hash__(self) -> int:
         return hash(self.key_id)

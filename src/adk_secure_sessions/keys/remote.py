@@ -91,7 +91,7 @@ class RemoteKey(RootKey):
         self._timeout = timeout
         self._attempts = attempts
 
-    def _identity(self) -> tuple[object, ...]:
+    def _equality_key(self) -> tuple[object, ...]:
         return type(self), self.key_id, self._address
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
