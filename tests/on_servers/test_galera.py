@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
 from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
-from adk_secure_sessions.storage.queries import LOCK_DATA_KEY
+from adk_secure_sessions.storage.queries import TOUCH_DATA_KEY
 from tests.galera import NODES, Galera
 from tests.processes import children
 from tests.reliability import traffic
@@ -263,7 +263,7 @@ async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cl
     held = {"at_id": key_id, "generation": 0}
 
     def hold() -> Steps[object]:
-        return (yield Apply([*claim_data_key(key_id), Change(LOCK_DATA_KEY, held)]))
+        return (yield Apply([*claim_data_key(key_id), Change(TOUCH_DATA_KEY, held)]))
 
     assert await executor.write(hold)
     ((after,),) = await executor.read(

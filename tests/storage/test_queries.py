@@ -202,6 +202,6 @@ def test_locking_a_data_key_changes_nothing_and_meets_it_only_while_it_is_there(
     filled: sa.Connection,
 ) -> None:
     locked = {"at_id": 70, "generation": 0}
-    assert met(filled, sql.LOCK_DATA_KEY, locked) == 1
+    assert met(filled, sql.TOUCH_DATA_KEY, locked) == 1
     assert filled.execute(sa.select(schema.data_keys)).first() == tuple(KEY_COLUMNS.values())
-    assert met(filled, sql.LOCK_DATA_KEY, locked | {"at_id": 72}) == 0
+    assert met(filled, sql.TOUCH_DATA_KEY, locked | {"at_id": 72}) == 0

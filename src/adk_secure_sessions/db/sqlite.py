@@ -441,12 +441,12 @@ class Job:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     # The function that wakes the task which awaits this job, and its context.
     waiter: "tuple[Callable[[Job], object], Context] | None" = None
-    _claim: threading.Lock = field(default_factory=threading.Lock)
+    _taken: threading.Lock = field(default_factory=threading.Lock)
     _asyncio_future_blocking: bool = False
 
-    def claim(self) -> bool:
+    def take(self) -> bool:
         """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
-        return self._claim.acquire(blocking=False)
+        return self._taken.acquire(blocking=False)
 
     def fail(self, error: BaseException) -> None:
         """Store *error* as the outcome, translated: the driver's error refers to parameters.
@@ -484,7 +484,7 @@ class Job:
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the job unless a thread runs it; the task then waits until the job has ended."""
-        if not self.claim():
+        if not self.take():
             self.is_abandoned = self.reads
             return False
         self.error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
@@ -553,7 +553,7 @@ class WorkerThread:
     def _serve(self) -> None:
         driver: sqlite3.Connection | None = None
         while batch := self._next_batch():
-            batch = [job for job in batch if job.claim()]
+            batch = [job for job in batch if job.take()]
             try:
                 self.last_batch_was_group = len(batch) > 1
                 if batch and batch[0].needs_sqlalchemy:

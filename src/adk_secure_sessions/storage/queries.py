@@ -426,7 +426,7 @@ INSERT_KEY = _insert(
 # Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
 # waits for the lock.  If `retire` has already deleted the key, this statement matches no row, which
 # is a conflict.
-LOCK_DATA_KEY = (
+TOUCH_DATA_KEY = (
     sa.update(data_keys)
     .where(data_keys.c.id == sa.bindparam("at_id"))
     .values(generation=sa.bindparam("generation"))

@@ -245,7 +245,7 @@ class OwnerChanges:
             self.new_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
-            self.changes += [*claim_data_key(current.id), Change(sql.LOCK_DATA_KEY, locked)]
+            self.changes += [*claim_data_key(current.id), Change(sql.TOUCH_DATA_KEY, locked)]
 
     def _require_fresh_keys(self) -> None:
         """If this attempt uses cached data keys, let the next attempt read them again."""
