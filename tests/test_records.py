@@ -22,9 +22,9 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     NO_FLAGS,
     Packing,
-    context,
+    build_context,
     keep_packed,
-    open_plaintext,
+    open_with_flags,
     parse_header,
     reject_flags,
     unpack,
@@ -35,11 +35,11 @@ TEXTS = st.text(st.characters(codec=None), max_size=12)  # lone surrogates among
 PARTS = st.lists(TEXTS | st.binary(max_size=12), max_size=4).map(tuple)
 NUMBERS = st.lists(INT64, max_size=6).map(tuple)
 CIPHER = Aes256Gcm(bytes(32))
-CONTEXT = context(("event", "clinic", "ada"), 1, 2)
+CONTEXT = build_context(("event", "clinic", "ada"), 1, 2)
 
 
 # Every function that decrypts a record.
-opening = pytest.mark.parametrize("if_packed", [unpack, keep_packed, reject_flags])
+opening = pytest.mark.parametrize("handle_flags", [unpack, keep_packed, reject_flags])
 Unpack = Callable[[bytes], bytes]
 
 
@@ -83,20 +83,20 @@ def test_context_can_be_parsed_again(
     parts: tuple[str | bytes, ...], numbers: tuple[int, ...]
 ) -> None:
     as_bytes = [records.encode_text(part) if isinstance(part, str) else part for part in parts]
-    assert parse(context(parts, *numbers)) == (as_bytes, numbers)
+    assert parse(build_context(parts, *numbers)) == (as_bytes, numbers)
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (context(("ab", "c")), context(("a", "bc"))),
-        (context(("ab",)), context(("a", "b"))),
-        (context(("",)), context(())),
-        (context((), 0), context(())),
-        (context((bytes(8),)), context((), 0)),
-        (context(("", ""), 1), context(("",), 1)),
-        (context((), 1, 2), context((), 2, 1)),
-        (context((), -1), context((), 2**63 - 1)),
+        (build_context(("ab", "c")), build_context(("a", "bc"))),
+        (build_context(("ab",)), build_context(("a", "b"))),
+        (build_context(("",)), build_context(())),
+        (build_context((), 0), build_context(())),
+        (build_context((bytes(8),)), build_context((), 0)),
+        (build_context(("", ""), 1), build_context(("",), 1)),
+        (build_context((), 1, 2), build_context((), 2, 1)),
+        (build_context((), -1), build_context((), 2**63 - 1)),
     ],
 )
 def test_similar_contexts_have_different_bytes(one: bytes, other: bytes) -> None:
@@ -106,13 +106,13 @@ def test_similar_contexts_have_different_bytes(one: bytes, other: bytes) -> None
 @pytest.mark.parametrize("number", [None, "1", b"1", 1.0, 2**63, -(2**63) - 1])
 def test_context_rejects_what_no_integer_column_holds(number: Any) -> None:
     with pytest.raises(TamperedError):
-        context(("event",), number)
+        build_context(("event",), number)
 
 
 @pytest.mark.parametrize("part", [None, 1, 1.5])
 def test_context_rejects_what_no_text_column_holds(part: Any) -> None:
     with pytest.raises(TamperedError):
-        context(("event", part), 1)
+        build_context(("event", part), 1)
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_record_is_decrypted_in_its_context(
 ) -> None:
     stored = seal(CIPHER, backend_id, key_id, associated, plaintext)
     assert parse_header(stored) == records.parse_header_or_none(stored) == (backend_id, key_id)
-    assert open_plaintext(stored, associated, CIPHER) == NO_FLAGS + plaintext
+    assert open_with_flags(stored, associated, CIPHER) == NO_FLAGS + plaintext
 
 
 def test_record_begins_with_the_documented_header() -> None:
@@ -153,20 +153,20 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
-@pytest.mark.parametrize("if_packed", [unpack, keep_packed])
+@pytest.mark.parametrize("handle_flags", [unpack, keep_packed])
 @pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
-def test_unknown_flags_are_rejected_by_name(if_packed: Unpack, flags: int) -> None:
+def test_unknown_flags_are_rejected_by_name(handle_flags: Unpack, flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
-        open_plaintext(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, if_packed)
+        open_with_flags(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, handle_flags)
     assert info.value.reason is Reason.UNKNOWN_FLAGS
     assert not isinstance(info.value, TamperedError)
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_empty_plaintext_is_malformed(if_packed: Unpack) -> None:
+def test_empty_plaintext_is_malformed(handle_flags: Unpack) -> None:
     with pytest.raises(TamperedError, match="empty") as info:
-        open_plaintext(with_flags(b""), CONTEXT, CIPHER, if_packed)
+        open_with_flags(with_flags(b""), CONTEXT, CIPHER, handle_flags)
     assert info.value.reason is Reason.MALFORMED
 
 
@@ -182,36 +182,36 @@ PACKED = {
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
     stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
-    assert open_plaintext(stored, CONTEXT, CIPHER) == NO_FLAGS + CONTENT
-    assert open_plaintext(stored, CONTEXT, CIPHER, keep_packed) == plaintext
+    assert open_with_flags(stored, CONTEXT, CIPHER) == NO_FLAGS + CONTENT
+    assert open_with_flags(stored, CONTEXT, CIPHER, keep_packed) == plaintext
 
 
-@pytest.mark.parametrize("if_packed", [unpack, keep_packed])
-def test_plaintext_that_does_not_fit_its_flags_is_malformed(if_packed: Unpack) -> None:
+@pytest.mark.parametrize("handle_flags", [unpack, keep_packed])
+def test_plaintext_that_does_not_fit_its_flags_is_malformed(handle_flags: Unpack) -> None:
     with pytest.raises(TamperedError, match="malformed") as info:
-        open_plaintext(with_flags(b"\x01a secret"), CONTEXT, CIPHER, if_packed)
+        open_with_flags(with_flags(b"\x01a secret"), CONTEXT, CIPHER, handle_flags)
     assert info.value.reason is Reason.MALFORMED
 
 
 def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"a key")
-    assert open_plaintext(stored, CONTEXT, CIPHER, reject_flags) == NO_FLAGS + b"a key"
+    assert open_with_flags(stored, CONTEXT, CIPHER, reject_flags) == NO_FLAGS + b"a key"
     packed = [PACKED[name] for name in ("compressed", "padded", "both")]
     for plaintext in (*packed, b"\x01a key", b"\x02a key", b"\x04a key", b"\x80a key"):
         with pytest.raises(DecryptionError, match="has no flags") as info:
-            open_plaintext(with_flags(plaintext), CONTEXT, CIPHER, reject_flags)
+            open_with_flags(with_flags(plaintext), CONTEXT, CIPHER, reject_flags)
         assert info.value.reason is Reason.UNKNOWN_FLAGS
 
 
 @opening
-def test_record_moved_to_another_context_is_rejected(if_packed: Unpack) -> None:
+def test_record_moved_to_another_context_is_rejected(handle_flags: Unpack) -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
     for moved, where in (
         (stored, CONTEXT + b"x"),
         (records.build_header(1, 8) + stored[13:], CONTEXT),
     ):
         with pytest.raises(TamperedError) as info:
-            open_plaintext(moved, where, CIPHER, if_packed)
+            open_with_flags(moved, where, CIPHER, handle_flags)
         assert info.value.reason is Reason.AUTHENTICATION
 
 
@@ -266,18 +266,18 @@ def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any, failure: str) 
 
 @opening
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
-def test_error_of_a_cipher_that_decrypts_is_a_rejection(if_packed: Unpack, result: Any) -> None:
+def test_error_of_a_cipher_that_decrypts_is_a_rejection(handle_flags: Unpack, result: Any) -> None:
     with pytest.raises(TamperedError, match="could not decrypt") as info:
-        open_plaintext(EMPTY, CONTEXT, Misbehaving(result), if_packed)
+        open_with_flags(EMPTY, CONTEXT, Misbehaving(result), handle_flags)
     assert info.value.reason is Reason.AUTHENTICATION
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_decryption_error_of_a_cipher_passes_unchanged(if_packed: Unpack) -> None:
+def test_decryption_error_of_a_cipher_passes_unchanged(handle_flags: Unpack) -> None:
     refusal = UnknownKeyError("as raised")
     with pytest.raises(UnknownKeyError, match="as raised"):
-        open_plaintext(EMPTY, CONTEXT, Misbehaving(refusal), if_packed)
+        open_with_flags(EMPTY, CONTEXT, Misbehaving(refusal), handle_flags)
 
 
 # --- reasons -------------------------------------------------------------------------------------
@@ -289,8 +289,8 @@ def test_decryption_error_of_a_cipher_passes_unchanged(if_packed: Unpack) -> Non
         (lambda: records.require_bytes("text"), Reason.MALFORMED),
         (lambda: records.decode_text(1), Reason.MALFORMED),
         (lambda: records.decode_text(b"\xff"), Reason.MALFORMED),
-        (lambda: context(("event",), 1.0), Reason.MALFORMED),  # type: ignore[arg-type]
-        (lambda: context((1,)), Reason.MALFORMED),  # type: ignore[arg-type]
+        (lambda: build_context(("event",), 1.0), Reason.MALFORMED),  # type: ignore[arg-type]
+        (lambda: build_context((1,)), Reason.MALFORMED),  # type: ignore[arg-type]
         (lambda: parse_header(b""), Reason.MISSING),
         (lambda: parse_header(records.MAGIC), Reason.MALFORMED),
         (lambda: parse_header(b"plaintext"), Reason.PLAINTEXT),

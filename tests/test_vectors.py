@@ -115,7 +115,7 @@ def context_of(case: Json) -> bytes:
         for part in case["context"]
         if "int" not in part
     )
-    return records.context(texts, *(part["int"] for part in case["context"] if "int" in part))
+    return records.build_context(texts, *(part["int"] for part in case["context"] if "int" in part))
 
 
 @each_case(RECORDS["cases"])
@@ -136,12 +136,12 @@ def test_packed_record_is_encrypted_again_as_it_is(case: Json) -> None:
         bytes.fromhex(case["owner"]),
         context_of(case),
     )
-    plaintext = keys.open_plaintext(
+    plaintext = keys.open_with_flags(
         owner, context, bytes.fromhex(case["record"]), records.keep_packed
     )
     assert plaintext.hex() == case["packed"]
     again = keys.seal(owner, context, plaintext, has_flags=True)
-    assert keys.open_plaintext(owner, context, again, records.keep_packed) == plaintext
+    assert keys.open_with_flags(owner, context, again, records.keep_packed) == plaintext
     assert keys.open(owner, context, again).hex() == after_flags(case)
 
 
@@ -284,7 +284,7 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
         # A rejected data key raises when a record names it.
         staged.key_of(row.owner, records.build_header(row.backend_id, row.id))
         master = masters()[records.parse_header(row.wrapped)[1]]
-        return records.open_plaintext(row.wrapped, row.context(database_id), master)[1:]
+        return records.open_with_flags(row.wrapped, row.context(database_id), master)[1:]
 
     assert_outcome(case, unwrap, case.get("data_key", ""))
 

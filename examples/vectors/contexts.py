@@ -24,7 +24,7 @@ class Context(NamedTuple):
 
     def joined(self) -> bytes:
         """Return the encoded context."""
-        return records.context(self.parts, *self.numbers)
+        return records.build_context(self.parts, *self.numbers)
 
     def as_json(self) -> list[Json]:
         return [typed(part) for part in (*self.parts, *self.numbers)]

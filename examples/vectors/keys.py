@@ -327,7 +327,7 @@ def _tags() -> Iterator[Json]:
         ("session", "clinic", "ada", "NUL \x00"),
     )
     for parts in names:
-        joined = records.context(parts)
+        joined = records.build_context(parts)
         mac = HMAC(INDEX_MASTER, SHA256())
         mac.update(joined)
         digest = mac.finalize()
@@ -354,7 +354,7 @@ def _migration() -> Iterator[Json]:
         ("mark that the source was erased", ("source erased", database_id), ()),
     )
     for name, parts, integers in cases:
-        joined = records.context(parts, *integers)
+        joined = records.build_context(parts, *integers)
         mac = HMAC(INDEX_MASTER, SHA256())
         mac.update(joined)
         yield {
@@ -403,7 +403,7 @@ def _state_index() -> Iterator[Json]:
 
 def _mac(*parts: str | bytes) -> bytes:
     mac = HMAC(INDEX_MASTER, SHA256())
-    mac.update(records.context(parts))
+    mac.update(records.build_context(parts))
     return mac.finalize()[:16]
 
 

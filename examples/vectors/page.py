@@ -19,7 +19,7 @@ _WRAP_NONCE = counting(0xA0, 12)
 
 def worked_example() -> str:
     """Return the lines between the markers."""
-    tag_context = records.context(("user", "clinic", "ada"))
+    tag_context = records.build_context(("user", "clinic", "ada"))
     mac = HMAC(_INDEX_MASTER, SHA256())
     mac.update(tag_context)
     digest = mac.finalize()

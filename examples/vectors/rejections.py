@@ -66,19 +66,19 @@ class Forger:
     def app(self, edit: Edit) -> str:
         tag = self.keyring.index_master.tag_of(CLINIC)
         row = self.row("secure_apps", tag)
-        context = records.context(("app", CLINIC, tag), row["id"], row["version"])
+        context = records.build_context(("app", CLINIC, tag), row["id"], row["version"])
         return self._update("secure_apps", "state", f"id = {row['id']}", context, edit)
 
     def user(self, edit: Edit) -> str:
         tag = self.keyring.index_master.tag_of(CLINIC, ADA)
         row = self.row("secure_users", tag)
         numbers = (row["id"], row["app_row"], row["version"])
-        context = records.context(("user", CLINIC, tag), *numbers)
+        context = records.build_context(("user", CLINIC, tag), *numbers)
         return self._update("secure_users", "state", f"id = {row['id']}", context, edit)
 
     def witness(self, tag: bytes, edit: Edit) -> str:
         row = self.row("secure_witnesses", tag)
-        context = records.context(("witness", CLINIC, tag), row["number"])
+        context = records.build_context(("witness", CLINIC, tag), row["number"])
         where = f"tag = X'{tag.hex()}'"
         return self._update("secure_witnesses", "seal", where, context, edit)
 
@@ -95,12 +95,12 @@ class Forger:
         columns = ("id", "user_row", "revision", "base_revision")
         times = ("created_at", "updated_at", "expires_at")
         numbers = (row[name] for name in (*columns, *times))
-        context = records.context(("session", app, user, row["tag"]), *numbers)
+        context = records.build_context(("session", app, user, row["tag"]), *numbers)
         return self._update("secure_sessions", "state", f"id = {row['id']}", context, edit)
 
     def snapshot(self, of: Session, edit: Edit) -> str:
         row = self.session_row(of)
-        context = records.context(("base", *of), row["id"], row["base_revision"])
+        context = records.build_context(("base", *of), row["id"], row["base_revision"])
         where = f"session_row = {row['id']}"
         return self._update("secure_bases", "state", where, context, edit)
 
@@ -108,7 +108,7 @@ class Forger:
         row_id = self.session_row(of)["id"]
         where = f"session_row = {row_id} AND seq = {seq}"
         ((time,),) = self._rows(f"SELECT time FROM secure_events WHERE {where}")
-        context = records.context(("event", *of), row_id, seq, time)
+        context = records.build_context(("event", *of), row_id, seq, time)
         return self._update("secure_events", "event", where, context, edit)
 
     def data_key(self, row: DataKeyRow, edit: Edit) -> bytes:
@@ -140,7 +140,7 @@ class Forger:
         ((stored,),) = self._rows(query)
         backend_id, key_id = records.parse_header(stored)
         key = unwrap_data_key(self.data_keys[key_id], self.keyring)
-        plaintext = records.open_plaintext(stored, context, _fixed(backend_id, key, ""))[1:]
+        plaintext = records.open_with_flags(stored, context, _fixed(backend_id, key, ""))[1:]
         whole = edit(records.NO_FLAGS + plaintext)
         header = stored[: records.HEADER_LENGTH]
         cipher = _fixed(backend_id, key, f"forged {table} {where} {whole.hex()}")

@@ -8,7 +8,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
-from adk_secure_sessions.formats.records import NO_FLAGS, open_plaintext, parse_header, seal
+from adk_secure_sessions.formats.records import NO_FLAGS, open_with_flags, parse_header, seal
 from tests.benchmarks.budgets import FIELDS_OPENED
 from tests.benchmarks.ciphers import BACKENDS, time_runs
 from tests.benchmarks.deployments import LOCAL, Deployment
@@ -39,7 +39,7 @@ def test_fields(results: Results, name: str) -> None:
         values = []
         for record, context in zip(records, contexts, strict=True):
             assert parse_header(record) == (backend.backend_id, 1)
-            values.append(open_plaintext(record, context, cipher)[1:])
+            values.append(open_with_flags(record, context, cipher)[1:])
         return values
 
     assert decrypt_all() == [content] * FIELDS

@@ -44,7 +44,7 @@ from adk_secure_sessions.formats.records import (
     join_owner,
     join_session,
     keep_packed,
-    open_plaintext,
+    open_with_flags,
     parse_header,
     parse_header_or_none,
     reject_flags,
@@ -97,7 +97,7 @@ def record(data: bytes) -> None:
     with suppress(DecryptionError):
         backend_id, key_id = parse_header(data)
         assert build_header(backend_id, key_id) == data[:HEADER_LENGTH]
-        open_plaintext(data, CONTEXT, cipher)
+        open_with_flags(data, CONTEXT, cipher)
         raise AssertionError("a record is authentic that no key has encrypted")
 
 
@@ -107,17 +107,17 @@ def plaintext(data: bytes) -> None:
     for cipher in CIPHERS:
         stored = start + cipher.encrypt(data, start + CONTEXT)
         with suppress(DecryptionError):
-            assert open_plaintext(stored, CONTEXT, cipher, reject_flags) == data
+            assert open_with_flags(stored, CONTEXT, cipher, reject_flags) == data
             assert data.startswith(NO_FLAGS)
         try:
-            opened = open_plaintext(stored, CONTEXT, cipher)
+            opened = open_with_flags(stored, CONTEXT, cipher)
         except DecryptionError:
             assert not data.startswith(NO_FLAGS)
             continue
         # Other flags say that the content is compressed or padded.
         assert data[0] <= 7
         assert opened == data or data[0]
-        assert open_plaintext(stored, CONTEXT, cipher, keep_packed) == data
+        assert open_with_flags(stored, CONTEXT, cipher, keep_packed) == data
     with suppress(DecryptionError):
         assert join_id(*split_id(data)) == data
     with suppress(DecryptionError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from adk_secure_sessions.crypto.aead import GCM_TAG_LENGTH, NONCE_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import Reason, TamperedError
-from adk_secure_sessions.formats.records import context, require_bytes
+from adk_secure_sessions.formats.records import build_context, require_bytes
 
 CHAIN_LENGTH = 16
 AUDIT_LINK_LENGTH = 32
@@ -22,7 +22,7 @@ _OVERHEAD = len(_VERSION) + NONCE_LENGTH + AUDIT_LINK_LENGTH + GCM_TAG_LENGTH
 
 
 def record_context(database_id: bytes, chain: bytes, number: int, time: int) -> bytes:
-    return context(("audit", database_id, chain), number, time)
+    return build_context(("audit", database_id, chain), number, time)
 
 
 def seal_entry(

@@ -551,13 +551,13 @@ class _SessionCipher:
 
     def _event_context(self, event_id: str) -> bytes:
         identity = self._identity
-        return records.context(
+        return records.build_context(
             ("wrapped event", identity.app_name, identity.user_id, identity.session_id, event_id)
         )
 
 
 def _state_context(scope: _StateScope, name: str) -> bytes:
-    return records.context(("wrapped state", *scope.parts, bytes.fromhex(name)))
+    return records.build_context(("wrapped state", *scope.parts, bytes.fromhex(name)))
 
 
 def _to_base64(record: bytes) -> str:

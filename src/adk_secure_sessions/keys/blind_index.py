@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.aead import Aes256Gcm
-from adk_secure_sessions.formats.records import context, context_prefix, context_with_prefix
+from adk_secure_sessions.formats.records import build_context, context_prefix, context_with_prefix
 from adk_secure_sessions.hiding import HoldsSecrets
 
 TAG_LENGTH = 16
@@ -29,7 +29,7 @@ class IndexMaster(HoldsSecrets):
         The key is HKDF-Expand-SHA-256 (RFC 5869) of the index master: for 32 bytes, one HMAC.
         """
         mac = self._mac.copy()
-        mac.update(context(("audit key", database_id, chain)) + b"\x01")
+        mac.update(build_context(("audit key", database_id, chain)) + b"\x01")
         return Aes256Gcm(mac.finalize())
 
     def state_key_tag(self, app_name: str, key: str) -> bytes:

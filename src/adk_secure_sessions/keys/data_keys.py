@@ -93,7 +93,9 @@ class DataKeyRow(NamedTuple):
     def context(self, database_id: bytes) -> bytes:
         """Return the context that `wrapped` is bound to."""
         parts = ("data-key", database_id, self.owner)
-        return records.context(parts, self.id, self.generation, self.backend_id, self.created_at)
+        return records.build_context(
+            parts, self.id, self.generation, self.backend_id, self.created_at
+        )
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -354,18 +356,22 @@ class TransactionKeys:
         owner_tag: bytes,
         context: bytes,
         record: bytes,
-        if_packed: Callable[[bytes], bytes] = records.unpack,
+        handle_flags: Callable[[bytes], bytes] = records.unpack,
     ) -> bytes:
         """Decrypt *record*, a record of the owner, and return the content."""
-        return self.open_plaintext(owner_tag, context, record, if_packed)[1:]
+        return self.open_with_flags(owner_tag, context, record, handle_flags)[1:]
 
-    def open_plaintext(
-        self, owner_tag: bytes, context: bytes, record: bytes, if_packed: Callable[[bytes], bytes]
+    def open_with_flags(
+        self,
+        owner_tag: bytes,
+        context: bytes,
+        record: bytes,
+        handle_flags: Callable[[bytes], bytes],
     ) -> bytes:
-        """Decrypt *record*, a record of the owner, as `records.open_plaintext` does."""
+        """Decrypt *record*, a record of the owner, as `records.open_with_flags` does."""
         key = self.key_of(owner_tag, record)
         began = perf_counter()
-        plaintext = records.open_plaintext(record, context, key.cipher, if_packed)
+        plaintext = records.open_with_flags(record, context, key.cipher, handle_flags)
         if self.measured_call is not None:
             self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext
@@ -474,7 +480,7 @@ def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:
         raise TamperedError("not wrapped with AES-256-GCM", reason=Reason.MALFORMED)
     context = row.context(keyring.database_id_for(master_id))
     master = keyring.data_master(master_id)
-    return records.open_plaintext(row.wrapped, context, master, records.reject_flags)[1:]
+    return records.open_with_flags(row.wrapped, context, master, records.reject_flags)[1:]
 
 
 def _not_listed_error(backend_id: int) -> DecryptionError:

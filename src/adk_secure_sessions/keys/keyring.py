@@ -23,7 +23,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.formats.records import context
+from adk_secure_sessions.formats.records import build_context
 from adk_secure_sessions.hiding import HoldsSecrets, without_frames
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.providers import MAX_KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
@@ -99,7 +99,7 @@ class MasterKeyRow(NamedTuple):
     def context(self, database_id: bytes) -> bytes:
         """Return the context that `wrapped` is bound to."""
         parts = ("master-key", database_id, self.purpose, self.root_key_id)
-        return context(parts, self.id, self.created_at)
+        return build_context(parts, self.id, self.created_at)
 
 
 class SeparationState(NamedTuple):

@@ -369,8 +369,8 @@ def _decrypt(
     keys: TransactionKeys, owner: bytes, context: bytes, table: SealedTable[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
-    if_packed = reject_flags if table.table is witnesses else keep_packed
-    return keys.open_plaintext(owner, context, stored, if_packed)
+    handle_flags = reject_flags if table.table is witnesses else keep_packed
+    return keys.open_with_flags(owner, context, stored, handle_flags)
 
 
 # The records to replace and the new ones, by table.

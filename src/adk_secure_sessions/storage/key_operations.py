@@ -167,7 +167,7 @@ class RenewKey(Write[RenewedKey]):
         # A rotation does not have the options of the services, so it packs the row as it was.
         row = owner.row
         context = sealed_rows.table_of(row).context(attempt.identity.ids, row)
-        keys.packing = packing_of(keys.open_plaintext(row.tag, context, row.record, keep_packed))
+        keys.packing = packing_of(keys.open_with_flags(row.tag, context, row.record, keep_packed))
         if stored:
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)

@@ -386,7 +386,7 @@ class SealedTable(Generic[R]):
         parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._id_count])
         if self._tag_at is not None:
             parts += (row[self._tag_at],)
-        return records.context(parts, *self.integers_of(row))
+        return records.build_context(parts, *self.integers_of(row))
 
     def with_record(self, row: R, record: bytes) -> R:
         return self.row_type(*row[:-1], record)

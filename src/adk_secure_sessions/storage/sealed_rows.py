@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import (
     context_with_prefix,
     encode_text,
     join_id,
-    open_plaintext,
+    open_with_flags,
     split_link,
 )
 from adk_secure_sessions.storage.operation_runner import Attempt
@@ -272,7 +272,7 @@ def open_events(
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
             context = context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
-            plaintext = open_plaintext(record, context, key.cipher)
+            plaintext = open_with_flags(record, context, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history_error()
             previous = plaintext[EVENT_LINK]
