@@ -211,10 +211,11 @@ def _find_credentials(credentials: Any) -> Any:
     session.mount("http://", Direct())
     send = Request(session)
     inner = credentials or google.auth.default(scopes=_SCOPES, request=send)[0]
-    if isinstance(inner, service_account.Credentials) and inner._subject is None:
-        return inner  # it signs tokens itself
     with_scopes: Any = google.auth.credentials.with_scopes_if_required
     inner = with_scopes(inner, _SCOPES)
+    if isinstance(inner, service_account.Credentials):
+        # Unless they have a subject, they sign tokens and send nothing.
+        inner = inner.with_always_use_jwt_access(True)  # type: ignore[no-untyped-call]
     # Set the "universe domain", the domain of Google's services.  Otherwise, *inner* would request
     # this domain through the proxy.
     if isinstance(inner, compute_engine.Credentials):
