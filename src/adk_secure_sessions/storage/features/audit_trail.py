@@ -120,13 +120,12 @@ class _Draft:
         try:
             while True:
                 request = steps.send(answer)
-                adds_rows = isinstance(request, Apply) and not self.is_applied
-                if isinstance(request, Apply) and adds_rows:
-                    request = Apply([*request.changes, *self.changes()])
+                if isinstance(request, Apply) and not self.is_applied:
                     self.is_in_doubt = True
-                answer = yield request
-                if adds_rows:
+                    answer = yield Apply([*request.changes, *self.changes()])
                     self.is_applied = self.is_in_doubt = bool(answer)
+                else:
+                    answer = yield request
         except StopIteration as end:
             result: T = end.value
             return result
