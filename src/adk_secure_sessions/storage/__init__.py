@@ -1,1 +1,1 @@
-"""Read and write the encrypted tables.  The first lines of each module say what it is about."""
+"""Read and write the encrypted tables; `features/` has the modules of optional features."""
