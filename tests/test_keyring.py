@@ -322,6 +322,21 @@ async def test_failing_key_service_is_reported_without_its_text(answer: Any, fau
         await new_master(DATA_MASTER, KeyService(answer), DATABASE, 0)
 
 
+async def test_error_of_a_provider_whose_calls_are_no_coroutines_is_reported_without_text() -> None:
+    class Decorated(KeyService):
+        def wrap(self, key: bytes, associated_data: bytes) -> Any:
+            raise ValueError(key)
+
+        unwrap = wrap
+
+    rows = await made(ROOT)
+    message = f"the provider of root key {ROOT.key_id!r} failed: ValueError$"
+    with pytest.raises(KeyServiceError, match=message):
+        await opened(rows, Decorated(None))
+    with pytest.raises(KeyServiceError, match=message):
+        await new_master(DATA_MASTER, Decorated(None), DATABASE, 0)
+
+
 def test_cancelled_call_of_a_provider_shows_no_frame_of_the_provider() -> None:
     """Its local variables contain the master key."""
 

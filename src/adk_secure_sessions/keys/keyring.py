@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
@@ -197,7 +197,7 @@ async def wrap_master_key(
 ) -> MasterKeyRow:
     """Wrap the master key *key* with *root*, and return *row* with the result."""
     row = row._replace(root_key_id=root.key_id)
-    wrapped = await _call_provider(root, root.wrap(key._key, row.context(database_id)))
+    wrapped = await _call_provider(root, lambda: root.wrap(key._key, row.context(database_id)))
     if len(wrapped._key) > MAX_WRAPPED:
         raise KeyServiceError(
             f"root key {root.key_id!r} wraps a master key in more than {MAX_WRAPPED} bytes"
@@ -476,7 +476,7 @@ async def unwrap_master_key(
             "during a rotation, also in `additional_backends` (--also-key, in a URI also_key=)"
         )
     try:
-        key = await _call_provider(root, root.unwrap(row.wrapped, row.context(database_id)))
+        key = await _call_provider(root, lambda: root.unwrap(row.wrapped, row.context(database_id)))
         if len(key._key) == KEY_LENGTH:
             return key
     except DecryptionError:
@@ -491,15 +491,17 @@ async def unwrap_master_key(
     )
 
 
-async def _call_provider(root: KeyProvider, call: Awaitable[bytes]) -> UnwrappedMaster:
-    """Await *call* of `wrap` or `unwrap` of *root*, and return its result.
+async def _call_provider(
+    root: KeyProvider, call: Callable[[], Awaitable[bytes]]
+) -> UnwrappedMaster:
+    """Await *call*, which calls `wrap` or `unwrap` of *root*, and return its result.
 
     Errors are raised without the provider's frames, because the local variables of these frames
     contain keys.  An exception of another package may have a text that contains secrets, so the
     KeyServiceError that replaces it names only its class.
     """
     try:
-        result = UnwrappedMaster(await call)
+        result = UnwrappedMaster(await call())
         if isinstance(result._key, bytes):
             return result
         name = "something that is not bytes"
