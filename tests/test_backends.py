@@ -286,6 +286,16 @@ def test_third_party_backend_with_a_reserved_id_is_rejected(backend_id: Any) -> 
         check_backends(ThirdParty(backend_id), [])
 
 
+def test_subclass_of_a_shipped_backend_may_not_choose_another_reserved_id() -> None:
+    class Renumbered(AesGcmBackend):
+        backend_id = 3
+
+    with pytest.raises(ConfigurationError, match="0x80 to 0xff"):
+        check_backends(Renumbered(KEY), [])
+    Renumbered.backend_id = AesGcmBackend.backend_id
+    assert type(check_backends(Renumbered(KEY), []).writing) is Renumbered
+
+
 @pytest.mark.parametrize("others", [[OtherThirdParty()], [AesGcmBackend(KEY), OtherThirdParty()]])
 def test_two_backends_of_one_id_are_rejected(others: list[EncryptionBackend]) -> None:
     with pytest.raises(ConfigurationError, match="'theirs' and 'others' share the id 0x80"):
@@ -428,6 +438,15 @@ def test_backend_whose_new_keys_are_no_bytes_or_all_equal_is_rejected(key: Any, 
 
     with pytest.raises(ConfigurationError, match=f"^backend 'theirs' {fault}$"):
         check_backends(SameKeys(cipher=AnyKey), [])
+
+
+def test_subclass_of_a_shipped_backend_is_checked_too() -> None:
+    class OwnCipher(AesGcmBackend):
+        def cipher(self, key: bytes) -> Any:
+            return Unbound(key)
+
+    with pytest.raises(ConfigurationError, match="'aesgcm' ignores the associated data"):
+        check_backends(OwnCipher(KEY), [])
 
 
 def test_additional_backend_is_checked_too() -> None:

@@ -68,9 +68,10 @@ def _checked(candidate: object) -> EncryptionBackend:
         )
     if not isinstance(candidate.root_key, StaticKey | NoRootKey):
         check_key_id(candidate.root_key.key_id)
-    if isinstance(candidate, _SHIPPED):
+    if type(candidate) in _SHIPPED:
         return candidate
-    if candidate.backend_id not in THIRD_PARTY_IDS:
+    inherited = [shipped.backend_id for shipped in _SHIPPED if isinstance(candidate, shipped)]
+    if candidate.backend_id not in (*THIRD_PARTY_IDS, *inherited):
         raise ConfigurationError(
             f"backend {candidate.name!r} has the id {candidate.backend_id!r}: "
             "a third party's backend needs an id from 0x80 to 0xff"
