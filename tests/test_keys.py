@@ -433,6 +433,31 @@ async def test_key_that_was_derived_before_is_used_without_a_thread() -> None:
         await key.wrap(MASTER, b"")
 
 
+@pytest.mark.usefixtures("cheap")
+async def test_keys_that_an_attacker_stores_are_neither_cached_nor_occupy_the_threads() -> None:
+    """asyncio has few threads, and other tasks need them."""
+    key = PassphraseKey(WORDS)
+    headers = [stored((1, 1, 8 + number)) for number in range(40)]
+    to_thread, running = asyncio.to_thread, [0]
+
+    async def counted(*call: Any) -> Any:
+        running.append(running[-1] + 1)
+        try:
+            return await to_thread(*call)
+        finally:
+            running.append(running[-1] - 1)
+
+    with mock.patch("asyncio.to_thread", counted):
+        junk = asyncio.gather(*(key.unwrap(one, b"") for one in headers), return_exceptions=True)
+        assert {type(error) for error in await junk} == {TamperedError}
+    assert max(running) == 1
+    with mock.patch.object(passphrase, "Argon2id", wraps=Argon2id) as derive:
+        for _ in range(2):
+            with pytest.raises(TamperedError):
+                await key.unwrap(headers[0], b"")
+    assert derive.call_count == 2
+
+
 async def test_two_derivations_at_once_do_not_deadlock() -> None:
     """At full cost: with several lanes, two derivations at once never ended."""
     keys = [PassphraseKey(WORDS) for _ in range(2)]

@@ -11,7 +11,7 @@ from struct import Struct
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
-from adk_secure_sessions.concurrency import ThreadLock
+from adk_secure_sessions.concurrency import LoopLocks, ThreadLock
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
@@ -25,6 +25,9 @@ _ITERATIONS, _LANES, _MEMORY_KIB = 3, 4, 64 * 1024
 # Derive one key at a time.  Two simultaneous derivations with several lanes (Argon2 threads) may
 # deadlock, because OpenSSL has one pool of threads for both.  Seen with cryptography 50.0.
 _one_at_a_time = ThreadLock()
+# While one task of an event loop derives a key in a thread, the others wait without a thread.
+# An attacker can rewrite rows of the keyring, and each new row costs a derivation.
+_loop_locks = LoopLocks()
 
 
 @hides_locals
@@ -89,7 +92,7 @@ class PassphraseKey(RootKey):
             ConfigurationError: This build of `cryptography` has no Argon2id.
         """
         header = self._authentic_header or self._new_header
-        cipher = await self._cipher(header)
+        cipher = self._ciphers[header] = await self._cipher(header)
         return header + cipher.encrypt(key, header + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
@@ -105,17 +108,20 @@ class PassphraseKey(RootKey):
             raise TamperedError("not a key wrapped by a passphrase", reason=Reason.MALFORMED)
         cipher = await self._cipher(header)
         key = cipher.decrypt(wrapped[_HEADER.size :], header + associated_data)
-        # An attacker may have stored a header of low cost: `wrap` uses authentic headers only.
+        # An attacker may have stored a header of low cost, or many headers: `wrap` uses authentic
+        # headers only, and other headers are not cached.
+        self._ciphers[header] = cipher
         self._authentic_header = self._authentic_header or header
         return key
 
     async def _cipher(self, header: bytes) -> Aes256Gcm:
-        if header not in self._ciphers:
+        if header in self._ciphers:
+            return self._ciphers[header]
+        async with _loop_locks.lock("derivation"):
             # Argon2id takes 0.1 to 0.2 s.  In a thread, it does not block other tasks.
-            await asyncio.to_thread(self._derive, header)
-        return self._ciphers[header]
+            return self._ciphers.get(header) or await asyncio.to_thread(self._derive, header)
 
-    def _derive(self, header: bytes) -> None:
+    def _derive(self, header: bytes) -> Aes256Gcm:
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)
         most = zip((iterations, lanes, memory), self._max_cost, strict=True)
         if any(stored > limit for stored, limit in most):
@@ -137,5 +143,4 @@ class PassphraseKey(RootKey):
                 "the stored Argon2id cost is not valid", reason=Reason.MALFORMED
             ) from None
         with _one_at_a_time.lock:
-            if header not in self._ciphers:
-                self._ciphers[header] = Aes256Gcm(kdf.derive(self._passphrase))
+            return Aes256Gcm(kdf.derive(self._passphrase))
