@@ -209,6 +209,23 @@ async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
     assert not [thread for thread in mine if thread.is_alive()]
 
 
+async def test_executor_can_close_while_a_thread_of_another_ends(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[Any] = set()
+
+    class Ending:
+        @property
+        def file(self) -> object:
+            threads.discard(self)
+            return None
+
+    threads.add(Ending())
+    monkeypatch.setattr(sqlite, "_file_threads", threads)
+    await numbers.close()
+    assert not threads
+
+
 @on_file
 async def test_reader_cannot_write(numbers: SqliteExecutor) -> None:
     await numbers.write(partial(add, 1))

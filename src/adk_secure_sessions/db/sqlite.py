@@ -242,7 +242,8 @@ class SqliteExecutor:
             await asyncio.to_thread(_stop, threads)
         self._engine.dispose()
         with _lock.lock:
-            if all(thread.file is not self._file for thread in _file_threads):
+            # A copy, because threads that end remove themselves, without the lock.
+            if all(thread.file is not self._file for thread in list(_file_threads)):
                 self._file.opened = None  # any file may be the first one of the next connection
 
     async def _submit(
