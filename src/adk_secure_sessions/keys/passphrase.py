@@ -115,11 +115,13 @@ class PassphraseKey(RootKey):
         return key
 
     async def _cipher(self, header: bytes) -> Aes256Gcm:
-        if header in self._ciphers:
-            return self._ciphers[header]
+        if cipher := self._ciphers.get(header):
+            return cipher
         async with _loop_locks.lock("derivation"):
+            if cipher := self._ciphers.get(header):
+                return cipher
             # Argon2id takes 0.1 to 0.2 s.  In a thread, it does not block other tasks.
-            return self._ciphers.get(header) or await asyncio.to_thread(self._derive, header)
+            return await asyncio.to_thread(self._derive, header)
 
     def _derive(self, header: bytes) -> Aes256Gcm:
         _, salt, iterations, lanes, memory = _HEADER.unpack(header)
