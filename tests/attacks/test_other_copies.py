@@ -169,6 +169,25 @@ async def test_retire_after_the_rows_of_a_session_were_removed_is_noticed_when_t
         assert await service.get_session(app_name=APP, user_id="ada", session_id="removed")
 
 
+async def test_source_of_a_migration_is_erased_after_all_rows_of_a_copy_were_removed(
+    tmp_path: Path,
+) -> None:
+    plain = SqliteSessionService(f"{tmp_path}/adk.db")
+    for number in range(2):
+        await plain.create_session(app_name=APP, user_id="ada", session_id=f"s{number}")
+    source_url, target = f"sqlite+aiosqlite:///{tmp_path}/adk.db", f"sqlite:///{tmp_path}/s.db"
+    async with AdkTables(source_url) as source, Database(target, BACKEND) as db:
+        await migrate(source, db)
+        run = sqlite3.connect(tmp_path / "s.db", isolation_level=None).execute
+        (tag,) = run("SELECT min(tag) FROM secure_sessions").fetchone()
+        for table in ("secure_witnesses", "secure_sessions"):
+            run(f"DELETE FROM {table} WHERE tag = ?", (tag,))
+        done = await erase_source(source, db, dry_run=True)
+        assert (done.comparison.deleted, done.comparison.equal) == (1, 1)
+        assert any("erased or expired in the target: 1 item; " in line for line in done.lines())
+        assert (await erase_source(source, db)).sessions == 2
+
+
 async def test_separate_with_the_key_database_of_the_original_is_noticed_by_its_services(
     pair: Pair, backup: Path
 ) -> None:

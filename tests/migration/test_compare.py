@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from adk_secure_sessions.maintenance import erase_user
 from adk_secure_sessions.migration import Comparison, Selection, Source, compare
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
@@ -148,8 +149,18 @@ async def test_sessions_that_services_continued_are_compared_up_to_the_copied_pa
     await append(url, "bob", "s3", delta={"user:name": "changed"})
     await delete(url, "bob", "s2")
     done = await compared(source, url)
-    assert numbers(done) == {"sessions": 8, "equal": 7, "events": 12, "states": 3}
+    assert numbers(done) == {"sessions": 8, "equal": 7, "deleted": 1, "events": 12, "states": 3}
     assert done.mark_stored
+
+
+async def test_session_and_state_of_an_erased_user_are_counted_as_deleted(file_url: str) -> None:
+    source = filled()
+    await copy(source, file_url)
+    async with database(file_url) as db:
+        await erase_user(db, APP, "bob")
+    done = await compared(source, file_url)
+    assert numbers(done) == {"sessions": 8, "equal": 4, "deleted": 5, "events": 12, "states": 3}
+    assert any("in the target: 5 items; `migrate erase-source`" in line for line in done.lines())
 
 
 async def test_every_difference_is_found(file_url: str) -> None:

@@ -50,6 +50,9 @@ class Comparison(Result):
         states: How many states of users and apps were examined.
         equal: How many sessions are equal in every field; or were continued by services in the
             target, and are equal up to there.
+        deleted: How many sessions and states have no copy, because the target has deleted it: a
+            service deleted the session, it expired, or its user was erased.  They do not count as
+            differences.  The source has the last copy, which `erase_source` deletes.
         missing: How many sessions were not copied.
         different: How many sessions and states differ or are in conflict, cannot be decrypted in
             the target, or, of a state, were not copied.
@@ -70,6 +73,11 @@ class Comparison(Result):
     events: int = counter("event", "compared", shows_zero=True)
     states: int = counter("state", "compared", shows_zero=True)
     equal: int = counter("session", "equal in every field that was copied")
+    deleted: int = counter(
+        "item",
+        "in the source only, because they were deleted, erased or expired in the target",
+        hint="`migrate erase-source` deletes their last copy",
+    )
     missing: int = counter("session", "not copied", is_failure=True)
     different: int = counter("item", "different or in conflict", is_failure=True)
     bad: int = counter("item", "cannot be read in the source", is_failure=True)
@@ -185,6 +193,7 @@ class ComparisonRun:
             is_missing = isinstance(item, SessionItem) and item.status is ImportStatus.NEW
             result.missing += is_missing
             result.different += not is_missing
+        result.deleted += reason is None
         if reason:
             self._findings.add(item.tag, reason, *item.ids)
         if isinstance(item, SessionItem):
@@ -192,24 +201,27 @@ class ComparisonRun:
             result.sessions += 1
             if isinstance(content, SessionContent):
                 result.events += len(content.events)
-                # A session that was deleted in the target has no copy that could be equal.
-                result.equal += not reason and item.status is not ImportStatus.DELETED
+                result.equal += reason == ""
             await self._meter.advance()
         else:
             result.states += 1
             if not reason and isinstance(content, bytes):
                 self.equal_states.add((*item.ids, content))
 
-    async def _reason(self, item: SessionItem | StateItem) -> str:
-        """Return why the item is not equal; empty if it is, or was continued or deleted."""
+    async def _reason(self, item: SessionItem | StateItem) -> str | None:
+        """Return why the item is not equal; empty if it is, or was continued.
+
+        Return None if the target has deleted the copy.
+        """
         content, status = item.content, item.status
         if isinstance(content, Unreadable):
             return content.reason
         try:
             if isinstance(content, bytes):
                 is_same = is_same_state(content, await owner_state(self._db, *item.ids))
-                is_later = status in (ImportStatus.CONTINUED, ImportStatus.DELETED)
-                return "" if is_later or is_same else _REASONS[status]
+                if is_same or status is ImportStatus.CONTINUED:
+                    return ""
+                return None if status is ImportStatus.DELETED else _REASONS[status]
             if status is ImportStatus.NEW or status in CONFLICT_REASONS:
                 return _REASONS[status]
             # Try to read the session even if its row is not stored.  If an attacker has removed
@@ -218,7 +230,7 @@ class ComparisonRun:
         except DecryptionError as error:
             return undecryptable_reason(error)
         if copy is None or status is ImportStatus.DELETED:
-            return ""
+            return None
         assert isinstance(item, SessionItem)
         assert content is not None
         event_count = item.copied_event_count if status is ImportStatus.CONTINUED else None
