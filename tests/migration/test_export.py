@@ -445,13 +445,17 @@ async def test_content_that_cannot_be_decrypted_is_reported(
         assert (await export_lines(db, written.append, skip_bad=True)).bad
 
 
+@pytest.mark.parametrize("table", ["sessions", "events"])
 async def test_line_has_the_state_of_a_user_whose_sessions_cannot_be_decrypted(
-    file_url: str,
+    file_url: str, table: str
 ) -> None:
-    await fill(file_url, users=["ada"], sessions=1)
+    await fill(file_url, users=["ada"], sessions=2)
     async with EncryptedSessionService(file_url, BACKEND) as service:
-        await service.create_session(app_name=APP, user_id="ada", state={"user:u": 1})
-    run_sql(file_url, "UPDATE secure_sessions SET revision = revision + 1")
+        session = await service.get_session(app_name=APP, user_id="ada", session_id="s0")
+        assert session is not None
+        await service.append_event(session, event(9, **{"user:u": 1}))
+    column = {"sessions": "state", "events": "event"}[table]
+    run_sql(file_url, f"UPDATE secure_{table} SET {column} = x'00'")
     written: list[bytes] = []
     async with Database(file_url, BACKEND) as db:
         done = await export_lines(db, written.append, skip_bad=True)

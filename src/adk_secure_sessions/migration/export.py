@@ -18,6 +18,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, event_json
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
+from adk_secure_sessions.migration.source_scan import DigestSet
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -27,7 +28,6 @@ from adk_secure_sessions.migration.sources import (
     UnreadableIds,
 )
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import reads
 
 LINE_FORMAT = 1  # the format of the lines: docs/migrate.md describes it
 _CACHED_STATES = 64
@@ -275,18 +275,16 @@ class _ExportOfLines(_ExportRun):
     _states: Lru[Ids, bytes] = field(default_factory=lambda: Lru(_CACHED_STATES))
 
     async def _write(self) -> None:
+        users_with_lines = DigestSet()
         async for batch in self._readable_sessions():
             for ids, content in batch.items():
                 if await self._write_line(ids, content):
+                    users_with_lines.add(ids[:2])
                     self._result.sessions += 1
                     self._result.events += len(content.events)
-        runner = self._db.runner
         async for ids, state in self._readable_states():
-            if len(ids) > 1 and state != b"{}":  # write a line if no session has one
-                identity = await runner.identify(ids[0], ids[1])
-                options = reads.PageOptions(1, with_snapshots=False, skips_unreadable=True)
-                if not (await runner.run(reads.ListPage(identity, options, of_app=False))).items:
-                    self._result.states += await self._write_line(ids, None)
+            if len(ids) > 1 and state != b"{}" and ids not in users_with_lines:
+                self._result.states += await self._write_line(ids, None)
 
     async def _write_line(self, ids: Ids, content: SessionContent | None) -> bool:
         """Write a line; return False if the state of the app or of the user is unreadable."""
