@@ -54,9 +54,12 @@ def test_source_of_a_migration_is_named(file_url: str) -> None:
 
     asyncio.run(prepare())
     erase = ["erase-user", "--db", file_url, *ADA, *confirmed(file_url)]
-    for options, code in ((["--dry-run"], 0), ([], 0), ([], 1)):
+    for options, code in ((["--dry-run"], 0), ([], 0), (["--dry-run"], 1), ([], 1)):
         done = run(*erase, *options)
         assert (done.code, source in done.stdout) == (code, True)
+        # The tombstone of a user who was perhaps misspelt is stored, although nothing was deleted.
+        is_forbidden = "no migration will copy this user" in done.stdout
+        assert is_forbidden == (code == 1 and not options)
     assert run(*erase, "--json").json["has_migration_table"] is True
 
 

@@ -117,6 +117,8 @@ class Erasure(Result):
         if self.has_migration_table:
             source = "the source of the migration may still contain the user"
             yield f"{source}: delete the user there, too"
+            if not (self.rows or dry_run):
+                yield "no migration will copy this user from now on, and no command undoes that"
 
 
 @audited_command
