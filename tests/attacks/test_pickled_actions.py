@@ -8,6 +8,7 @@ import pickle
 import signal
 import struct
 import sys
+import tracemalloc
 import uuid
 import warnings
 from collections import OrderedDict, defaultdict
@@ -227,6 +228,20 @@ def test_process_that_loads_pickles_has_no_keys_and_is_started_again_if_it_was_k
     with pytest.raises(ConversionError):  # as in a thread that is still reading
         reader.read(pickled(2))
     assert children() == others
+
+
+def test_answers_that_are_cached_take_little_memory() -> None:
+    pickles = [pickled(f"{number}" * 2**20) for number in range(10)]
+    with closing(PickleReader()) as reader:
+        reader.read(pickled(1))
+        tracemalloc.start()
+        try:
+            for one in pickles:
+                reader.read(one)
+            size, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert size < 6 * 2**20, "10 answers take 13 MiB"
 
 
 async def test_number_in_a_column_of_text_or_bytes_allocates_nothing(adk: Adk) -> None:

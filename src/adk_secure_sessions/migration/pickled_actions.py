@@ -32,6 +32,7 @@ _SECONDS = 5.0  # for one pickle
 _START_SECONDS = 60.0  # for importing google-adk
 _MAX_UNLIMITED = 2**20  # bytes of a pickle, on systems that do not limit a process's memory
 _LIMITS_MEMORY = sys.platform == "linux"
+_CACHED_BYTES = 4 * 2**20  # of answers
 _READY, _REJECTED = b"ready\n", b"-\n"
 # The child needs these environment variables, if at all, to start; others may contain keys.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT")
@@ -51,7 +52,7 @@ class PickleReader:
         self._child: Any = None  # a subprocess.Popen
         self._is_closed = False
         # The answers by the hash of the pickle: most events have the same, empty actions.
-        self._answers: Lru[bytes, bytes] = Lru(1000)
+        self._answers: Lru[bytes, bytes] = Lru(_CACHED_BYTES)
 
     def read(self, pickled: bytes) -> EventActions:
         """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""
@@ -61,7 +62,7 @@ class PickleReader:
                 # If the child ends without an answer, the pickle may not be the reason: ask again.
                 answer = self._answers.get(digest) or self._ask(pickled) or self._ask(pickled)
                 if answer:
-                    self._answers.put(digest, answer)
+                    self._answers.put(digest, answer, len(answer))
         if answer in (b"", _REJECTED):
             raise ConversionError(
                 "it has actions that are not loaded: google-adk did not write them, or they exceed "
