@@ -114,6 +114,12 @@ async def test_states_of_every_json_type_are_read(adk: Adk) -> None:
         await assert_same_as_adk(adk.service, source)
 
 
+async def test_tasks_that_are_first_at_the_same_time_share_one_process(adk: Adk) -> None:
+    async with adk.source() as source:
+        first, *others = await asyncio.gather(*(source.queries() for _ in range(3)))
+        assert all(one is first for one in others)
+
+
 async def test_odd_ids_are_read(adk: Adk) -> None:
     for odd in IDS:
         await fill(adk.service, [setting(START, **{"user:k": odd})], app_name=odd, user_id=odd)

@@ -205,9 +205,11 @@ class AdkTables(Source):
     async def queries(self) -> AdkQueries:
         """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""
         if self._queries is None:
-            self._queries = await self.run_without_snapshot(
+            made = await self.run_without_snapshot(
                 lambda connection: AdkQueries(connection, self._time_zone)
             )
+            # If several tasks were first, all use one object: `close` ends the process of one only.
+            self._queries = self._queries or made
         return self._queries
 
     async def _run(self, query: Callable[..., T], **arguments: Any) -> T:
