@@ -5,7 +5,7 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
-from adk_secure_sessions.db.protocol import Conflict
+from adk_secure_sessions.db.protocol import Conflict, UniqueViolation
 from adk_secure_sessions.storage.writes import DeleteSession
 from tests.conformance.services import OTHER_KINDS, Kind
 from tests.conformance.support import (
@@ -156,13 +156,16 @@ async def test_deletion_whose_answer_was_lost_leaves_a_new_session_alone(
         assert await service.get_session(**who) is not None
 
 
-async def test_deletion_that_another_process_has_made_is_not_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [Conflict(), UniqueViolation()])  # of its audit record
+async def test_deletion_that_another_process_has_made_is_not_counted(
+    tmp_path: Path, error: Exception
+) -> None:
     url, backend = f"sqlite:///{tmp_path}/s.db", AesGcmBackend(bytes(32))
     service, faults = with_faults(lambda: EncryptedSessionService(url, backend))
     async with EncryptedSessionService(url, backend) as other, service:
         session = await create(other)
         identity = await service._runner.identify(APP, USER, session.id)
-        faults.data.before(Point.APPLY, Conflict())
+        faults.data.before(Point.APPLY, error)
         plan = faults.data.before(Point.WRITE, lambda: delete(other, session), nth=2)
         assert await service._runner.run(DeleteSession(identity)) is None
         assert plan.happened

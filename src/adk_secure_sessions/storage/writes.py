@@ -16,7 +16,15 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Executors, Read, Steps
+from adk_secure_sessions.db.protocol import (
+    Apply,
+    Change,
+    Conflict,
+    Executors,
+    Read,
+    Steps,
+    UniqueViolation,
+)
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -283,7 +291,7 @@ class Write(StorageOperation[T]):
         earlier = len(self._unconfirmed)
         try:
             return await run(transaction, attempt.run_commit_callbacks, in_one_transaction=locks)
-        except (CachedRowOutdated, Conflict):  # this attempt has changed nothing
+        except (CachedRowOutdated, Conflict, UniqueViolation):  # this attempt has changed nothing
             for value in [*self._unconfirmed][earlier:]:
                 del self._unconfirmed[value]
             raise
