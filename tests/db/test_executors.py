@@ -103,6 +103,20 @@ async def test_write_with_a_change_that_fails_stores_nothing(filled: Executor) -
             assert await stored(filled) == BEFORE, changes
 
 
+@on("asyncpg")
+async def test_second_apply_outside_a_transaction_is_a_programming_error(filled: Executor) -> None:
+    """asyncpg has committed the first one; the other executors would run both in a transaction."""
+
+    def transaction() -> Steps[None]:
+        for number in (1, 2):
+            yield from applying(update(number))()
+
+    with pytest.raises(AssertionError):
+        await filled.write(transaction)
+    await filled.write(transaction, in_one_transaction=True)
+    assert await stored(filled) == {1: b"changed", 2: b"changed"}
+
+
 async def test_transaction_changes_what_it_has_read(filled: Executor) -> None:
     def transaction() -> Steps[list[Any]]:
         rows = yield Read(ALL, {})

@@ -360,6 +360,8 @@ class _StatementRunner:
                 if isinstance(step, Read):
                     answer = await self.fetch(step.query, step.parameters)
                 else:
+                    # Outside a transaction, the first Apply is committed: see `Executor.write`.
+                    assert self._in_transaction or answer is not True
                     changes = [change for change in step.changes if not change.only_on_cluster]
                     text, sources = apply_sql(
                         tuple((change.statement, change.must_match_one_row) for change in changes),
