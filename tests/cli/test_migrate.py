@@ -80,7 +80,19 @@ def test_dry_run_copy_comparison_and_erasure_say_what_they_did() -> None:
     assert "not erased, because no command can reach them: backups" in said.stdout
     assert not [file for file in Path().iterdir() if NEEDLE.encode() in file.read_bytes()]
     said = migrate("compare")
-    assert (said.code, said.stdout.splitlines()[-1]) == (0, "the source has nothing to compare")
+    assert (said.code, said.stdout.splitlines()[-1]) == (
+        0,
+        "the source has nothing to compare: check --from and, if you gave it, --app",
+    )
+
+
+def test_app_that_the_source_does_not_have_is_noticed() -> None:
+    for options in ([], ["--dry-run"]):
+        said = migrate("copy", "--app", "typo", *options)
+        assert said.code == 0
+        assert lines(said)[1:] == [
+            "the source has no such session: check --from and, if given, --app and --since"
+        ]
 
 
 def test_copies_get_an_expiry() -> None:

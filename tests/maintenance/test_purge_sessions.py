@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
-from adk_secure_sessions.maintenance import Database, Problem, purge_sessions, verify
+from adk_secure_sessions.maintenance import Database, Problem, fill_index, purge_sessions, verify
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, OLD, event, fill, query, run_sql
 
@@ -75,6 +75,22 @@ async def test_old_session_that_cannot_be_decrypted_is_reported_and_left_unchang
             assert isinstance(problem, Problem)
             assert (problem.table, problem.row) == ("secure_sessions", str(row))
     assert query(place, "SELECT count(*) FROM secure_sessions") == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("app", "user", "is_unknown"),
+    [(APP, None, False), (APP, "ada", False), ("typo", None, True), (APP, "typo", True)],
+)
+async def test_app_or_user_that_is_not_stored_is_noticed(
+    file_url: str, app: str, user: str | None, is_unknown: bool
+) -> None:
+    await fill(file_url)
+    async with Database(file_url, AesGcmBackend(OLD)) as db:
+        done = await purge_sessions(db, app_name=app, user_id=user)
+        filled = await fill_index(db, app, ["n"])
+    assert done.is_unknown is is_unknown
+    assert ("there is no such app or user" in done.lines()) is is_unknown
+    assert ("the app has no session: check its name" in filled.lines()) is (app == "typo")
 
 
 async def test_negative_age_is_rejected(file_url: str) -> None:

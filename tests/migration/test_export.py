@@ -642,7 +642,7 @@ def test_problems_are_named_without_content(file_url: str, tmp_path: Path) -> No
     said = run("export", *on(file_url), *output)
     assert said.code == 1
     assert "session " in said.stdout
-    stopped = "stopped there: to export the other sessions, run the same command again with --skip"
+    stopped = "stopped there: to export the other sessions, delete the file of --jsonl"
     assert stopped in said.stdout
     as_json = run("export", *on(file_url), *output, "--skip-bad", "--json")
     assert (as_json.code, as_json.json["bad"], as_json.json["stopped"]) == (1, 1, False)
@@ -660,6 +660,10 @@ def test_command_exports_and_compares(file_url: str, tmp_path: Path) -> None:
     lines = run("export", *on(file_url), "--jsonl", "-", "--decrypt", "--user", "ada")
     assert [json.loads(line)["user_id"] for line in lines.stdout.splitlines()] == ["ada", "ada"]
     assert lines.stderr == "exported as plaintext: 2 sessions, 6 events\n"
+    nobody = run("export", *on(file_url), "--jsonl", "-", "--decrypt", "--user", "typo")
+    assert nobody.stderr.splitlines()[1:] == [
+        "there is nothing to export: if you gave --app or --user, check the name"
+    ]
     file = ["--jsonl", f"{tmp_path}/ada.jsonl", "--decrypt", "--user", "ada"]
     assert run("export", *on(file_url), *file).code == 0
     assert (tmp_path / "ada.jsonl").read_text() == lines.stdout

@@ -13,7 +13,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError, Secure
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by_tag
+from adk_secure_sessions.maintenance.row_scan import header_column, is_stored
 from adk_secure_sessions.maintenance.vacuum import clear_deleted_bytes
 from adk_secure_sessions.results import Result, counter
 from adk_secure_sessions.storage import clusters
@@ -21,7 +21,6 @@ from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
-    apps,
     data_keys,
     events,
     keyring,
@@ -150,7 +149,7 @@ async def erase_user(
     ids = await db.runner.identify(app_name, user_id)
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
-    has_app = bool(await db.runner.data.read(select_id_by_tag(apps), {"tag": ids.app_tag}))
+    has_app = await is_stored(db, app_name)
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
     find_table = partial(has_table, table=migrated)

@@ -1,6 +1,6 @@
 """Delete sessions that have expired, or that have not been used for a long time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, each, scan_sessions
+from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, each, is_stored, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing, utc_text
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.schema import IS_COLLECTION, SessionRow, sessions
@@ -33,6 +33,7 @@ class SessionPurge(Result):
         before: A session is old if its last event is older than this time, in microseconds since
             1970, UTC; None if only expired sessions were deleted.  The time was computed with the
             clock of this machine.
+        is_unknown: Whether *app_name* was given, and there is no such app, or no such user in it.
     """
 
     deleted: int = counter("session", "deleted", shows_zero=True, is_change=True)
@@ -40,10 +41,13 @@ class SessionPurge(Result):
     bad: int = counter("session", "cannot be decrypted, and kept", is_failure=True)
     problems: tuple[Problem, ...] = listing()
     before: int | None = None
+    is_unknown: bool = False
 
-    def own_lines(self, dry_run: bool) -> Iterable[str]:
+    def own_lines(self, dry_run: bool) -> Iterator[str]:
         is_old = "" if self.before is None else f" or were last used before {utc_text(self.before)}"
-        return [f"such sessions have expired{is_old}"]
+        yield f"such sessions have expired{is_old}"
+        if self.is_unknown:
+            yield "there is no such app or user"
 
 
 @audited_command
@@ -88,7 +92,8 @@ async def purge_sessions(
     ((total,),) = await db.runner.data.read(_NUMBER_OF_OUTDATED, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
-    result = SessionPurge(before=before)
+    is_unknown = app_name is not None and not await is_stored(db, app_name, user_id)
+    result = SessionPurge(before=before, is_unknown=is_unknown)
     async for stored in each(scan_sessions(db, _OUTDATED_SESSIONS, **times)):
         await meter.advance()
         try:

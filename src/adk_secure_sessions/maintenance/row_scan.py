@@ -209,6 +209,13 @@ def select_id_by_tag(table: sa.Table) -> sa.Select[Any]:
     return sa.select(table.c.id).where(table.c.tag == sa.bindparam("tag", type_=sa.LargeBinary))
 
 
+async def is_stored(db: Database, app_name: str, user_id: str | None = None) -> bool:
+    """Return whether the app or, with *user_id*, its user has a row, which is not authenticated."""
+    ids = await db.runner.identify(app_name, user_id or "")
+    table, tag = (apps, ids.app_tag) if user_id is None else (users, ids.user_tag)
+    return bool(await db.runner.data.read(select_id_by_tag(table), {"tag": tag}))
+
+
 def header_column(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     # Use literals instead of parameters.  With parameters, the expressions in SELECT and GROUP BY
     # would have different parameters, and PostgreSQL would treat the expressions as different.

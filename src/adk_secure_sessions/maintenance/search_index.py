@@ -58,6 +58,8 @@ class IndexChange(Result):
         return self.complete or not self.bad
 
     def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if self.complete and not (self.sessions or self.bad):
+            yield "the app has no session: check its name"
         if self.complete:
             yield "find_sessions can find sessions by these keys"
         elif self.bad:

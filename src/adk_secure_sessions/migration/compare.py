@@ -102,7 +102,7 @@ class Comparison(Result):
                 "services no longer read the source"
             )
         elif not self.sessions + self.states:
-            yield "the source has nothing to compare"
+            yield "the source has nothing to compare: check --from and, if you gave it, --app"
         elif not dry_run:
             yield "both sides are equal; to end the migration, compare without --app and --since"
 

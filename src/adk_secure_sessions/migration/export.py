@@ -68,6 +68,8 @@ class Export(Result):
     seconds: float = 0.0
 
     def own_lines(self, dry_run: bool) -> Iterator[str]:
+        if not (self.sessions or self.unchanged or self.states or self.bad):
+            yield "there is nothing to export: if you gave --app or --user, check the name"
         if self.stopped:
             yield (
                 "stopped there: to export the other sessions, delete the file of --jsonl, if you "

@@ -114,6 +114,8 @@ class Migration(Result):
             )
         elif self.behind:
             yield "the source is in use: run this again to copy what has changed"
+        elif not (self.copied or self.unchanged or self.bad or self.conflicts):
+            yield "the source has no such session: check --from and, if given, --app and --since"
         elif not (dry_run or self.bad or self.conflicts):
             yield "the copy is up to date; next: `migrate compare` compares both sides"
 
