@@ -316,12 +316,23 @@ async def test_junk_data_key_does_not_stop_its_owner_and_is_named_by_verify(
 
 
 HUGE = "zeroblob(10000000)"
+# On SQLite, the length of a text is the number of characters before its first NUL.
+HUGE_TEXT = f"CAST({HUGE} AS TEXT)"
 HUGE_VALUES = {
     "keyring, wrapped": ("secure_keyring", f"42, 'data', root_key_id, created_at, {HUGE}"),
     "keyring, purpose": ("secure_keyring", f"42, {HUGE}, root_key_id, created_at, wrapped"),
     "keyring, root key": ("secure_keyring", f"42, 'data', {HUGE}, created_at, wrapped"),
     "keyring, time": ("secure_keyring", f"42, 'data', root_key_id, {HUGE}, wrapped"),
+    "keyring, text": ("secure_keyring", f"42, 'data', root_key_id, created_at, {HUGE_TEXT}"),
+    "keyring, purpose as text": (
+        "secure_keyring",
+        f"42, {HUGE_TEXT}, root_key_id, created_at, wrapped",
+    ),
     "data key": ("secure_data_keys", f"42, owner, 77, backend_id, created_at, {HUGE}"),
+    "data key, text": ("secure_data_keys", f"42, owner, 77, backend_id, created_at, {HUGE_TEXT}"),
+    "data key, generation": ("secure_data_keys", f"42, owner, {HUGE}, 1, created_at, wrapped"),
+    "data key, backend": ("secure_data_keys", f"42, owner, 77, {HUGE_TEXT}, created_at, wrapped"),
+    "data key, time": ("secure_data_keys", f"42, owner, 77, backend_id, {HUGE}, wrapped"),
     "meta, value": ("secure_meta", f"'junk', {HUGE}"),
     "meta, name": ("secure_meta", f"{HUGE}, 'junk'"),
 }
@@ -338,6 +349,8 @@ async def test_huge_junk_value_beside_the_keys_is_not_read(
     async with db.service() as service:
         await get(service, db, BOB)
         where = "" if table == "secure_meta" else f"FROM {table}"
+        if table == "secure_data_keys":
+            where += f" WHERE owner = {ALICES_TAG}"
         db.run(f"INSERT INTO {table} SELECT {columns} {where} LIMIT 1")
 
         async def use() -> None:

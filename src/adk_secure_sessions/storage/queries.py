@@ -10,15 +10,11 @@ from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy.ext.compiler import compiles
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import MAX_DATA_KEYS, DataKeyRow
-from adk_secure_sessions.keys.keyring import (
-    MAX_MASTERS,
-    MAX_WRAPPED,
-    MasterFingerprint,
-    MasterKeyRow,
-)
+from adk_secure_sessions.keys.keyring import MAX_MASTERS, MAX_WRAPPED, MasterFingerprint
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     IS_COLLECTION,
@@ -81,6 +77,19 @@ _after_user = sa.bindparam("after_user", type_=sa.BigInteger)
 _after_row = sa.bindparam("after_row", type_=sa.BigInteger)
 
 
+class _ByteLength(sa.sql.functions.GenericFunction[int]):
+    """`length` of a binary value, or of a text, which SQLite would count up to its first NUL."""
+
+    name = "length"
+    inherit_cache = True
+    _register = False
+
+
+@compiles(_ByteLength, "sqlite")
+def _sqlite_byte_length(element: Any, compiler: Any, **options: Any) -> str:
+    return f"length(CAST({compiler.process(element.clauses, **options)} AS BLOB))"
+
+
 def bounded(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     """Return *column* of a table of keys, with NULL instead of a value that no service stores.
 
@@ -91,14 +100,14 @@ def bounded(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     if isinstance(column.type, sa.BigInteger):
         is_valid: sa.ColumnElement[bool] = column.between(_ZERO, sa.literal_column(str(2**63 - 1)))
     else:
-        is_valid = sa.func.length(column) <= sa.literal_column(str(MAX_WRAPPED))
+        is_valid = _ByteLength(column) <= sa.literal_column(str(MAX_WRAPPED))
     return sa.case((is_valid, column)).label(column.key)
 
 
 # Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = sa.select(
-    keyring.c.id, *(bounded(keyring.c[name]) for name in MasterKeyRow._fields[1:])
-)
+MASTER_KEYS = sa.select(keyring.c.id, *map(bounded, list(keyring.c)[1:]))
+# Query for data keys only; its columns are the fields of DataKeyRow.
+DATA_KEYS: sa.Select[Any] = sa.select(data_keys.c.id, *map(bounded, list(data_keys.c)[1:]))
 
 
 # The type of the rows of each kind, and the function that selects their values.
@@ -149,7 +158,7 @@ _WITNESS_KIND = RowKind(WitnessRow, witnesses.c)
 _SESSION_KIND = RowKind(SessionRow, sessions.c)
 _SNAPSHOT_KIND = RowKind(SnapshotRow, snapshots.c)
 _EVENT_KIND = RowKind(EventRow, (events.c.seq, events.c.time, events.c.event))
-_KEY_KIND = RowKind(DataKeyRow, (*list(data_keys.c)[:-1], bounded(data_keys.c.wrapped)))
+_KEY_KIND = RowKind(DataKeyRow, DATA_KEYS.selected_columns)
 _MASTER_KIND = RowKind(
     MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
 )
@@ -606,10 +615,6 @@ class QueryRows:
         self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}
 
 
-# Query for data keys only; its columns are the fields of DataKeyRow.
-DATA_KEYS: sa.Select[Any] = sa.select(
-    *(data_keys.c[name] for name in DataKeyRow._fields[:-1]), bounded(data_keys.c.wrapped)
-)
 # The lengths of value lists in statements; see `padded_chunks`.  Most lists have two values: the
 # tags of an app and a user.
 _FEW, _MANY = 2, 200
