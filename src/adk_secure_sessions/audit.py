@@ -454,6 +454,7 @@ class AuditedCall:
         """Store the kept records and *entry*, unless a transaction has stored *entry*.
 
         After a failure, only log that they could not be stored: the caller gets the first error.
+        After a stored change, too: if the call raised an error, its caller would repeat the change.
         """
         entries = list(self._kept_entries)
         if self._omitted:
@@ -464,11 +465,9 @@ class AuditedCall:
             try:
                 await trail.store(entries, retries=not has_failed)
             except Exception as error:
-                if not has_failed:
+                if not has_failed and self._stored_entry is None:
                     raise
-                _package_logger.error(
-                    "the audit record of a failed call could not be stored: %s", error
-                )
+                _package_logger.error("an audit record could not be stored: %s", error)
 
 
 # The running call that stores its records in audit trails; None if there is none.
