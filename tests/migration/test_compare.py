@@ -1,5 +1,6 @@
 """`compare` finds every difference, shows no content, and ends a migration that is complete."""
 
+import asyncio
 import copy as copying
 import time
 from typing import Any
@@ -11,9 +12,12 @@ from adk_secure_sessions.maintenance import erase_user
 from adk_secure_sessions.migration import Comparison, Selection, Source, compare
 from adk_secure_sessions.migration.compare import differences
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
+from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage.features.imports import MigrationMark
 from tests.maintenance.support import query, run_sql
 from tests.migration.memory_source import APP, START, MemorySource, event, event_of_another_adk
 from tests.migration.support import append, copy, database, delete, numbers, service
+from tests.servers import DRIVERS, PostgreSQL
 
 
 def filled() -> MemorySource:
@@ -137,6 +141,27 @@ async def test_mark_of_an_erased_source_is_not_withdrawn(file_url: str) -> None:
     done = await compared(source, file_url)
     assert (done.all_equal, done.mark_withdrawn) == (False, False)
     assert await is_complete(file_url)
+
+
+@pytest.mark.parametrize("method", ["store_mark", "withdraw_mark"])
+async def test_mark_of_an_erased_source_stays_if_a_comparison_has_waited_for_it(
+    postgresql: PostgreSQL, method: str
+) -> None:
+    with postgresql.database() as place:
+        url = place.set(drivername=DRIVERS["postgresql"]).render_as_string(hide_password=False)
+        engine = sa.create_engine(place, poolclass=sa.NullPool)
+        await copy(filled(), url)
+        async with database(url) as db:
+            await db.imports.store_mark()
+            erased = MigrationMark.SOURCE_ERASED.text(await db.runner.keyring())
+            with engine.begin() as connection:
+                meta.put(connection, meta.MIGRATION_MARK, erased)
+                comparing = asyncio.ensure_future(getattr(db.imports, method)())
+                locks = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+                while not query(place, locks)[0][0]:
+                    await asyncio.sleep(0.01)
+            assert await comparing is False
+            assert await db.imports.migration_mark() is MigrationMark.SOURCE_ERASED
 
 
 async def test_sessions_that_services_continued_are_compared_up_to_the_copied_part(

@@ -50,9 +50,15 @@ def read(connection: sa.Connection, name: str, *, lock: bool = False) -> Any:
 
 
 def put(connection: sa.Connection, name: str, value: str | None) -> None:
-    """Store *value* under *name*, whatever is stored there; if *value* is None, remove the row."""
-    connection.execute(sa.delete(table).where(table.c.name == name))
-    if value is not None:
+    """Store *value* under *name*, whatever is stored there; if *value* is None, remove the row.
+
+    The row is not deleted and inserted: to a transaction of PostgreSQL that waits for it in `read`,
+    it would then be missing.
+    """
+    at = table.c.name == name
+    if value is None:
+        connection.execute(sa.delete(table).where(at))
+    elif not connection.execute(sa.update(table).where(at).values(value=value)).rowcount:
         connection.execute(sa.insert(table).values(name=name, value=value))
 
 
