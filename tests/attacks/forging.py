@@ -22,6 +22,7 @@ from adk_secure_sessions.storage.schema import (
     SessionRow,
     UserRow,
     WitnessRow,
+    column_names,
 )
 from tests.attacks.support import Database
 from tests.attacks.world import VISIT
@@ -69,7 +70,7 @@ class ForgedKey:
 
     def replace_session(self, db: Database) -> None:
         """Replace the state of alice's session *VISIT*, but not its events."""
-        columns = ", ".join(SessionRow._fields)
+        columns = ", ".join(column_names(SessionRow))
         (row,) = db.rows(f"SELECT {columns} FROM secure_sessions WHERE id = :visit")
         context = SESSIONS.context((VISIT.app_name, VISIT.user_id), SessionRow(*row))
         fields = join_session(secrets.token_bytes(16), NO_LINK, _JSON)
