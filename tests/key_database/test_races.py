@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from adk_secure_sessions.formats.records import build_header, parse_header
-from adk_secure_sessions.maintenance import erase_user, retire, rotate_data, status, verify
+from adk_secure_sessions.maintenance import (
+    erase_user,
+    retire,
+    rotate_data,
+    rotate_master,
+    status,
+    verify,
+)
 from tests.faults import Point, with_faults
 from tests.key_database.support import (
     KEY,
@@ -229,6 +236,23 @@ async def test_key_that_a_record_names_is_no_spare(files: Pair) -> None:
     run_sql(files.data, "UPDATE secure_sessions SET state = :record", record=spare + bytes(64))
     async with files.maintained(None) as db:
         assert (await status(db)).spare_keys == 1
+
+
+async def test_key_that_a_rotation_wraps_again_before_it_is_retired_is_deleted(files: Pair) -> None:
+    await fill(files)
+    db, faults = with_faults(files.maintained)
+
+    async def rotate() -> None:
+        async with files.maintained() as another:
+            assert (await rotate_master(another)).left == 0
+
+    async with db:
+        assert (await rotate_data(db)).left == 0
+        events = "secure_events.time"
+        plan = faults.data.after(Point.READ, rotate, when=lambda step, _: events in str(step.query))
+        assert (await retire(db)).deleted_data_keys == 4
+    assert plan.happened
+    assert count(files.keys, "secure_data_keys") == 4
 
 
 async def test_row_that_is_not_authentic_names_no_key_to_retire(files: Pair) -> None:

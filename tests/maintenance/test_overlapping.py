@@ -168,6 +168,26 @@ async def test_rotation_for_another_backend_meanwhile_leaves_records_to_the_next
     await assert_whole(file_url, AES)
 
 
+async def test_key_that_a_rotation_wraps_again_before_it_is_retired_is_deleted(
+    url: str, place: sa.URL
+) -> None:
+    await fill(url, AES, users=["ada"], sessions=1, events=1)
+    db, faults = maintained(url)
+
+    async def rotate() -> None:
+        async with Database(url, AES) as another:
+            assert (await rotate_master(another)).left == 0
+
+    async with db:
+        await rotate_data(db)
+        plan = faults.data.after(Point.READ, rotate, when=of("secure_events.time"))
+        retired = await retire(db)
+    assert plan.happened
+    assert (retired.deleted_data_keys, retired.kept) == (2, 0)
+    assert query(place, "SELECT count(*) FROM secure_data_keys") == [(2,)]
+    await assert_whole(url, AES)
+
+
 async def test_key_of_another_backend_that_is_retired_as_a_service_writes_is_not_used(
     postgresql: Server,
 ) -> None:

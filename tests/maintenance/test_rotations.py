@@ -24,6 +24,7 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.crypto.aead import Aes256Gcm
+from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError
 from adk_secure_sessions.formats.records import build_header
 from adk_secure_sessions.maintenance import (
@@ -622,6 +623,42 @@ async def test_retire_counts_keys_whose_deletion_was_answered_by_a_lost_connecti
         retired = await retire(db)
         assert plan.happened > 1
         assert (retired.deleted_data_keys, len(retired.deleted_master_ids)) == (3, 1)
+
+
+@pytest.mark.parametrize(("owners", "deleted"), [(1, (1, 0)), (3, (3, 0))])
+async def test_retire_counts_no_key_that_stays_after_a_rollback(
+    owners: int, deleted: tuple[int, int], file_url: str
+) -> None:
+    """After *owners*, another node's transaction adds a key, and so undoes the next deletion."""
+    await filled(file_url)
+    db, faults = with_faults(lambda: Database(file_url, AES))
+    async with db:
+        await rotate_master(db)
+        await rotate_data(db)
+        old_master = "(SELECT wrapped FROM secure_data_keys ORDER BY generation LIMIT 1)"
+        ((old_key,),) = query(file_url, f"SELECT {old_master}")
+
+        def add_key_of_old_master() -> None:
+            run_sql(
+                file_url,
+                "INSERT INTO secure_data_keys SELECT -id, owner, 99, backend_id, :old, created_at "
+                "FROM secure_data_keys WHERE generation > 0",
+                old=old_key,
+            )
+
+        def plan_rollback() -> None:
+            faults.data.after(Point.WORK, Conflict())
+            faults.data.before(Point.RUN, add_key_of_old_master, nth=2)
+
+        def is_next(step: Any, rows: Any) -> bool:
+            reads_keys = "secure_data_keys.wrapped" in str(step.query)
+            return reads_keys and len(keys_of(file_url)) == 6 - owners
+
+        plan = faults.data.after(Point.READ, plan_rollback, when=is_next)
+        retired = await retire(db)
+        assert plan.happened
+        assert (retired.deleted_data_keys, len(retired.deleted_master_ids)) == deleted
+        assert retired.kept
 
 
 async def test_retire_opens_the_keyring_first(file_url: str) -> None:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from google.adk.sessions import BaseSessionService, DatabaseSessionService
 from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
-from adk_secure_sessions.db.protocol import Disconnected
+from adk_secure_sessions.db.protocol import Conflict, Disconnected
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import verify
 from adk_secure_sessions.migration import (
@@ -267,6 +267,17 @@ async def test_mark_of_an_erased_source_stays_if_rows_may_have_been_deleted(
             await erase_source(source, db)
         assert await db.imports.migration_mark() is MigrationMark.SOURCE_ERASED
     assert rows(source_file)[0] == 2
+
+
+async def test_source_that_is_written_to_after_a_rollback_is_kept(
+    source_file: str, target_url: str
+) -> None:
+    async with AdkTables(source_file) as source, database(target_url) as db:
+        writer = faulty_writer(source)
+        writer.after(Point.WORK, Conflict())
+        writer.before(Point.RUN, lambda: write_more(source_file, "ada", "s1"), nth=2)
+        assert (await erase_source(source, db)).source_changed
+    assert rows(source_file)[0] == 6
 
 
 async def test_rows_are_counted_if_the_connection_is_lost_in_the_commit(

@@ -21,7 +21,6 @@ from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.problems import CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
-    KEY_IS_UNCHANGED,
     each,
     header_column,
     read_owner_with_tag,
@@ -31,7 +30,7 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import Result, counted, counter, listing
 from adk_secure_sessions.storage import clusters, key_operations
-from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
+from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     apps,
     data_keys,
@@ -164,9 +163,10 @@ async def retire(
     def retire_masters(connection: sa.Connection) -> list[KeptKey]:
         nonlocal master_ids
         kept, deleted_ids = _retire_masters(dry_run, known, key_counts, remaining, connection)
-        # If the connection was lost during COMMIT, the attempt may have been committed, and the
-        # next one finds nothing.
-        master_ids = deleted_ids or master_ids
+        # If the connection was lost during COMMIT, the attempt may have been committed, and its
+        # masters are not stored any more.  After a rollback, they are.
+        stored = {key.id for key in kept}.union(deleted_ids)
+        master_ids = (*(one for one in master_ids if one not in stored), *deleted_ids)
         return kept
 
     kept_keys.extend(await db.runner.key_tables.run(retire_masters, commit=not dry_run))
@@ -225,7 +225,7 @@ async def _retire_data_keys(
         divided = _divide_keys(remaining, named_ids, headers)
         if divided.deletable and not has_key_database and not dry_run:
             _delete_keys(divided.deletable, connection)
-        deleted = divided.deletable or deleted  # as for masters
+        deleted = [row for row in deleted if row not in remaining] + divided.deletable
         return divided
 
     divided = await db.runner.data.run(divide_and_delete, commit=not dry_run)
@@ -278,8 +278,8 @@ def _lock_and_count(
 ) -> tuple[list[DataKeyRow], key_operations.HeaderCounts | None]:
     """Return which of *rows* are still stored, and the numbers of the owner's records by header.
 
-    The numbers are None if the row of the owner, whose tag is *tag*, was deleted, or if the data
-    keys have changed.  With a key database, the data keys are not read again.
+    The numbers are None if the row of the owner, whose tag is *tag*, was deleted, or if a data key
+    was added.  With a key database, the data keys are not read again.
     """
     dialect_of(connection).set_read_committed(connection)
 
@@ -292,10 +292,12 @@ def _lock_and_count(
     has_changed = app is None and user is None
     if not has_key_database:
         # This lock waits for services that have locked a key because they write with it.
-        stored_rows = {DataKeyRow(*row) for row in read(DATA_KEYS.where(data_keys.c.owner == tag))}
-        # Another run of `retire` may have deleted keys, but nobody may have added or changed any.
-        has_changed |= not stored_rows <= set(rows)
-        rows = [row for row in rows if row in stored_rows]
+        key_ids = sa.select(data_keys.c.id).where(data_keys.c.owner == tag)
+        stored_ids = {row.id for row in read(key_ids)}
+        # Another run of `retire` may have deleted keys, and `rotate master` may have wrapped keys
+        # again, but nobody may have added any.
+        has_changed |= not stored_ids <= {row.id for row in rows}
+        rows = [row for row in rows if row.id in stored_ids]
     return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
@@ -313,7 +315,7 @@ def _divide_keys(
     - The owner's row names the key.  A service that writes with another backend may use the key.
     - A record has a header that names no key of the owner.  So the record may need any key.
     - *headers* are None: a record cannot be decrypted, or the owner's row was deleted, or the
-      owner's data keys have changed, since the records were decrypted.
+      owner got a data key, since the records were decrypted.
     """
     if not rows:
         return _DividedKeys([], [])
@@ -338,9 +340,8 @@ def _divide_keys(
 
 
 def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:
-    """Delete the *rows* whose wrapped key has not changed since they were read."""
-    parameters = [{"at_id": row.id, "at_wrapped": row.wrapped} for row in rows]
-    connection.execute(_DELETE_KEY, parameters)
+    """Delete the keys, also those that `rotate master` has wrapped again since they were read."""
+    connection.execute(_DELETE_KEY, [{"at_id": row.id} for row in rows])
 
 
 def _count_headers(
@@ -404,11 +405,11 @@ def _retire_masters(
         # Wait for open transactions that store a data key: one of the masters may wrap that key.
         dialect_of(connection).lock_tables(connection, data_keys)
     stored_rows = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
-    stored = {MasterKeyRow(*row) for row in stored_rows}
-    # Another run of `retire` may have deleted some.
-    rows = [row for row in known.values() if row.purpose == DATA_MASTER and row in stored]
+    stored_ids = {row.id for row in stored_rows}
+    # Another run of `retire` may have deleted some, and `rotate root` may have wrapped them again.
+    rows = [row for row in known.values() if row.purpose == DATA_MASTER and row.id in stored_ids]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
-    if key_counts is None or not stored <= set(known.values()):
+    if key_counts is None or not stored_ids <= known.keys():
         return [KeptKey(keyring_table.name, row.id, ()) for row in older], ()
     header = header_column(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
@@ -427,7 +428,7 @@ def _retire_masters(
 
 # --- statements ----------------------------------------------------------------------------------
 
-_DELETE_KEY = sa.delete(data_keys).where(*KEY_IS_UNCHANGED)
+_DELETE_KEY = sa.delete(data_keys).where(data_keys.c.id == sa.bindparam("at_id"))
 _OWNERS_WITH_SEVERAL_KEYS = (
     sa.select(data_keys.c.owner)
     .group_by(data_keys.c.owner)

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import retried
+from adk_secure_sessions.db.protocol import Conflict, retried
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
@@ -130,8 +130,16 @@ async def erase_source(
             attempts.append(queries.delete_all(connection))
         return is_unchanged
 
+    async def attempt() -> bool:
+        number_before = len(attempts)
+        try:
+            return await executor.run_sync(delete, commit=True)
+        except Conflict:  # this attempt was rolled back
+            del attempts[number_before:]
+            raise
+
     try:
-        is_deleted = await retried(lambda: executor.run_sync(delete, commit=True), writes=True)
+        is_deleted = await retried(attempt, writes=True)
         obstacles = await rewrite_tables(db, executor, ADK_TABLES) if is_deleted else []
     finally:
         await executor.close()
