@@ -1,6 +1,8 @@
 """The audit log: its records, and what they never contain."""
 
 import asyncio
+import errno
+import io
 import json
 import logging
 import subprocess
@@ -347,6 +349,19 @@ def test_command_line_fails_if_a_record_cannot_be_written(tmp_path: Path, path: 
     said = run("init", *with_key(tmp_path), "--audit-log", path)
     assert (said.code, "Traceback" in said.stderr) == (2, False)
     assert said.stderr.startswith("Error: ")
+
+
+def test_error_of_closing_the_audit_log_is_raised() -> None:
+    """As NFS reports that a quota is exceeded."""
+
+    class Full(io.StringIO):
+        def close(self) -> None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    before = audit.logger.handlers.copy()
+    with pytest.raises(OSError, match="quota"), audit.appending_to(Full()):
+        audit.log_event("command")
+    assert audit.logger.handlers == before
 
 
 async def test_commands_are_recorded_with_their_counts(log: Log, url: str) -> None:

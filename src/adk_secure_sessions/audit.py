@@ -91,7 +91,10 @@ def is_on() -> bool:
 class _RaisingHandler(logging.StreamHandler[TextIO]):
     """Appends the records to a file, and raises the error if a record cannot be written."""
 
+    has_failed = False
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        self.has_failed = True
         raise  # the error that `emit` handles
 
 
@@ -105,7 +108,7 @@ def open_file(path: str) -> TextIO:
 def appending_to(file: TextIO | None) -> Iterator[None]:
     """Append the audit log to *file* during the block, and then close *file*; None for no log.
 
-    If a record cannot be written, the recorded call raises OSError.
+    If a record cannot be written, the recorded call or the end of the block raises OSError.
     """
     if file is None:
         yield
@@ -119,11 +122,14 @@ def appending_to(file: TextIO | None) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # the record that could not be written has raised this error
-            file.close()
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagates
+        try:
+            file.close()  # some network file systems report only now that a record was not written
+        except OSError:
+            if not handler.has_failed:
+                raise
 
 
 class AuditEntry(NamedTuple):
