@@ -322,6 +322,25 @@ def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(name: str, file
     assert run("verify", *on(file)).code == 0
 
 
+@pytest.mark.parametrize("key", [None, "env:OLD_KEY"])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("data", "its checkpoint was tampered with; --restart begins a new rotation"),
+        ("foo", "there is no such rotation; delete secure_meta row rotation.foo"),
+    ],
+)
+def test_status_fails_if_a_checkpoint_is_malformed_or_of_no_rotation(
+    name: str, hint: str, key: str | None, file: str
+) -> None:
+    text = f"7 {'0' * 32}" if name == "foo" else "x"
+    run_sql(
+        file, "INSERT INTO secure_meta VALUES (:name, :text)", name=f"rotation.{name}", text=text
+    )
+    told = run("status", *on(file, key))
+    assert (told.code, told.stdout.splitlines()[-1]) == (1, f"  {name}: {hint}")
+
+
 # --- keys and options ----------------------------------------------------------------------------
 
 

@@ -97,7 +97,7 @@ def status(db: Database, **options: Any) -> None:
     With --key, the command also says which master keys can be unwrapped.  It exits 1 if a master
     key cannot be unwrapped.  It also exits 1 if the stored checkpoint of an unfinished rotation was
     tampered with, or the stored mark of a complete migration or search index.  With or without
-    --key, it exits 1 if a master key was created in the future.
+    --key, it exits 1 if a checkpoint is malformed, or a master key was created in the future.
 
     \b
     Example:

@@ -37,6 +37,7 @@ from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import Survey
 from adk_secure_sessions.storage.table_walk import pages
 
+_NAMES = ("master", "data")
 _MAX_PASSES = 3  # of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
@@ -49,9 +50,9 @@ class UnfinishedRotation(NamedTuple):
     """A rotation that is running, was killed, or could not replace every key.
 
     Attributes:
-        name: The name of the rotation, `master` or `data`.
+        name: The name of the rotation, `master` or `data`; any other name was inserted.
         since: When the rotation began, in microseconds since 1970, UTC; None if its checkpoint is
-            malformed.
+            malformed, or if its name is no rotation's.
         is_authentic: True if the stored checkpoint is authentic, False if it was modified.  None if
             no root keys were given, or if they do not unwrap the keyring.
         done: Only in the result of `status`, and if the checkpoint was not modified: for `data`,
@@ -68,6 +69,9 @@ class UnfinishedRotation(NamedTuple):
 
     @property
     def line(self) -> str:
+        if self.name not in _NAMES:
+            row = f"{meta.TABLE} row {meta.ROTATION}{self.name}"
+            return f"{self.name}: there is no such rotation; delete {row}"
         if self.done is None or self.total is None or self.since is None:
             return f"{self.name}: its checkpoint was tampered with; --restart begins a new rotation"
         percent = 100 * self.done // max(self.total, 1)
@@ -307,14 +311,15 @@ def parse_checkpoints(
     """Yield the rotations with a checkpoint in *meta_rows*; *index_master* authenticates them."""
     for name, value in sorted(meta_rows.items(), key=str):
         if str(name).startswith(meta.ROTATION):
-            match = _CHECKPOINT.fullmatch(str(value))
+            rotation = str(name).removeprefix(meta.ROTATION)
+            match = _CHECKPOINT.fullmatch(str(value)) if rotation in _NAMES else None
             since = int(match["since"]) if match else _YEAR_10000
             is_authentic = None
             if index_master is not None:
                 mac = index_master.mac("checkpoint", name, str(since)).hex()
                 is_authentic = match is not None and hmac.compare_digest(match["mac"], mac)
             begun = since if since < _YEAR_10000 else None
-            yield UnfinishedRotation(str(name).removeprefix(meta.ROTATION), begun, is_authentic)
+            yield UnfinishedRotation(rotation, begun, is_authentic)
 
 
 # The form of a checkpoint: the time *since* in microseconds, and a MAC in hexadecimal.

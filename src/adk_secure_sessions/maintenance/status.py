@@ -199,7 +199,7 @@ class Status(Result):
     @property
     def succeeded(self) -> bool:
         checks = [key.is_unwrapped for key in self.master_keys]
-        checks += [rotation.is_authentic for rotation in self.unfinished]
+        checks += [run.since is not None and run.is_authentic for run in self.unfinished]
         if self.migration is not None:
             checks.append(self.migration.is_authentic)
         tampered = self.state_index is not None and self.state_index.tampered
