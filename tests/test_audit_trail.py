@@ -915,6 +915,25 @@ async def test_status_counts_records_and_chains_without_keys(url: sa.URL) -> Non
     assert 0 < time.time() - found.since / 1e6 < 600
 
 
+async def test_start_of_moving_the_keys_is_stored_before_they_are_moved(
+    url: sa.URL, tmp_path: Path
+) -> None:
+    async with service_of(url) as service:
+        await service.create_session(**IDS)
+
+    def number_of_records() -> int:
+        number: int = value(Path(str(url.database)), "SELECT count(*) FROM secure_audit")
+        return number
+
+    during: list[int] = []
+    async with Database(url, BACKEND, key_db_url=f"sqlite:///{tmp_path}/keys.db") as db:
+        for to in ("key-db", "db"):
+            before = number_of_records()
+            during.clear()
+            await move_keys(db, to, progress=lambda *_: during.append(number_of_records()))
+            assert during[0] == before + 1
+
+
 async def test_moving_the_keys_keeps_the_trail(url: sa.URL, tmp_path: Path) -> None:
     async with service_of(url) as service:
         await service.create_session(**IDS)

@@ -161,6 +161,14 @@ class _Move:
         """Do the steps of this module that are not done yet, and return the result."""
         state = await self._survey_and_check()
         has_begun = state.is_switched or FeatureName.MOVING in state.source.features
+        data = state.source if self._to_key_db else state.target
+        if not has_begun and audit_records.name in data.tables:
+            # Store in the audit trail that this command has begun.  A run that continues a move can
+            # only do so at its end: until then, nothing opens the database.
+            self._db.use_keys(in_key_database=not self._to_key_db)
+            await self._db.keyring()
+            self._db.use_keys(in_key_database=True)
+            state = await self._survey_and_check()
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
                 await side.run(partial(self._claim, survey.meta_rows))
