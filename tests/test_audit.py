@@ -37,9 +37,12 @@ from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
+    init,
     lookup,
+    retire,
     rotate_data,
     rotate_master,
+    rotate_root,
     verify,
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, export_lines
@@ -362,6 +365,21 @@ def test_error_of_closing_the_audit_log_is_raised() -> None:
     with pytest.raises(OSError, match="quota"), audit.appending_to(Full()):
         audit.log_event("command")
     assert audit.logger.handlers == before
+
+
+async def test_commands_are_recorded_with_the_ids_of_master_keys(log: Log, url: str) -> None:
+    new = AesGcmBackend(generate_key())
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        created = await init(db)
+        await rotate_master(db)
+        retired = await retire(db)
+    async with Database(url, new, [AesGcmBackend(KEY)]) as db:
+        rotated = await rotate_root(db)
+    init_record, _, retire_record, rotation = log.records("command")
+    assert init_record["result"]["master_ids"] == list(created.master_ids) != []
+    assert retire_record["result"]["deleted_master_ids"] == list(retired.deleted_master_ids) != []
+    assert rotation["result"]["rotated_ids"] == list(rotated.rotated_ids) != []
+    assert rotation["root_key"] == rotated.root_key_id
 
 
 async def test_commands_are_recorded_with_their_counts(log: Log, url: str) -> None:

@@ -231,8 +231,8 @@ def audited_command(
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command: measure each call, and write an audit record at its end.
 
-    The audit record contains the numbers and booleans in the function's result, and
-    the facts that were passed to `add_facts`.
+    The audit record contains the `Result.facts` of the function's result, and the facts that were
+    passed to `add_facts`.
 
     If a database that the function opens has an audit trail, a record is stored there before the
     function can use the keys, and another one at its end.
@@ -256,12 +256,6 @@ def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
     Do the same as `audited_command`, but store no records in the audit trail.
     """
     return audited_command(function, is_stored=False)
-
-
-def _numbers(result: object) -> dict[str, object] | None:
-    """Return the fields of *result* that are integers or booleans; None if there are none."""
-    fields = vars(result) if isinstance(result, Result) else {}
-    return {name: value for name, value in fields.items() if isinstance(value, int)} or None
 
 
 # --- Accesses -------------------------------------------------------------------------------------
@@ -552,8 +546,8 @@ class CommandCall(AuditedCall):
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:
         outcome = "failure" if error else "success"
-        numbers = None if error else _numbers(result)
-        return new_entry("command", **self._facts, outcome=outcome, error=error, result=numbers)
+        facts = result.facts or None if isinstance(result, Result) else None
+        return new_entry("command", **self._facts, outcome=outcome, error=error, result=facts)
 
 
 def running_access(executor: object) -> AccessCall | None:

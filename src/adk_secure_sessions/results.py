@@ -85,6 +85,16 @@ class Result:
         return tuple(self._number(name) for name, _ in self._declared("counter"))
 
     @property
+    def facts(self) -> dict[str, object]:
+        """The integers, the booleans, and what is counted in tuples: values for JSON."""
+        facts: dict[str, object]
+        facts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        for name, _ in self._declared("counter"):
+            if isinstance(value := getattr(self, name), tuple):
+                facts[name] = list(value)
+        return facts
+
+    @property
     def succeeded(self) -> bool:
         """Whether all is right and nothing is left to do: the command then exits 0."""
         failures = (

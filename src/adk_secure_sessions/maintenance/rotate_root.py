@@ -6,7 +6,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import audited_command
+from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
@@ -64,6 +64,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     root = db.runner.backends.writing.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
+    add_facts(root_key=root.key_id)
     survey = await db.survey_existing()
     rows = survey.master_rows
     plaintext = [row for row in rows if row.root_key_id == PLAINTEXT_ROOT_KEY_ID]
