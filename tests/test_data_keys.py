@@ -286,7 +286,7 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     """A leaked and retired master must not wrap a data key that a running service takes up."""
     both = data_keys(keyring(ANOTHER_MASTER, MASTER))
     (planted,) = made(data_keys(keyring(ANOTHER_MASTER)), 1)
-    staged = TransactionKeys(both, accepts_changed_keyring=False)
+    staged = TransactionKeys(both, keyring_was_reread=False)
     with pytest.raises(StaleKeyring):
         staged.load([planted], fingerprints(keyring(MASTER)))
     assert not staged.has_fresh_keys(ADA)

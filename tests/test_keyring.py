@@ -637,7 +637,7 @@ def later(seconds: float) -> Any:
 
 def waits(keyring: Keyring) -> bool:
     """Whether the keyring has rows whose key service failed."""
-    return not all(map(math.isinf, keyring.unused.values()))
+    return not all(map(math.isinf, keyring.rejected_or_pending.values()))
 
 
 @pytest.mark.parametrize("retryable", [False, True])
@@ -704,7 +704,7 @@ async def test_row_beside_a_rejected_row_is_due_ten_seconds_after_its_failure() 
     with later(0):
         again = await renewed(stored, known, Failing(rows[2].wrapped))
         retry_at = time.monotonic() + 10
-    assert again.unused == {rows[2]: retry_at, stored[3]: math.inf}
+    assert again.rejected_or_pending == {rows[2]: retry_at, stored[3]: math.inf}
     for now, is_due in ((retry_at - 0.1, False), (retry_at, True)):
         with mock.patch("time.monotonic", return_value=now):
             assert again.is_current(fingerprints_of(stored)) != is_due

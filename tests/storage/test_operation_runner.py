@@ -209,7 +209,7 @@ async def test_attempts_trust_no_cache_from_the_second_on_and_lock_rows_after_th
     await (await runner_that_knows_the_keys()).run(operation)
     locks = [attempt.must_lock_rows for attempt in operation.attempts]
     assert locks == [False, False, False, False, True, True]
-    assert [attempt.may_skip_read for attempt in operation.attempts] == [True] + [False] * 5
+    assert [attempt.may_use_cached_rows for attempt in operation.attempts] == [True] + [False] * 5
 
 
 async def test_error_of_the_operation_is_not_repeated(pauses: list[float]) -> None:
@@ -684,7 +684,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
         await asyncio.sleep(0.1)
     await use()
     assert len(seen) == 4
-    assert not (await runner.keyring()).unused
+    assert not (await runner.keyring()).rejected_or_pending
 
 
 @pytest.mark.parametrize("rejected", [False, True])

@@ -152,7 +152,7 @@ class TransactionKeys:
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
     rolled back, the keys that it created are lost.
 
-    If *accepts_changed_keyring* is False, `load` compares the keyring of this process with the
+    If *keyring_was_reread* is False, `load` compares the keyring of this process with the
     stored one, and raises StaleKeyring if another process has changed the stored one.  It is True
     if this operation has already read the keyring again.  If *uses_cache* is False, the transaction
     uses no cached data keys, because one may have been deleted since it was cached.
@@ -160,7 +160,7 @@ class TransactionKeys:
 
     _database_keys: DatabaseKeys
     _: KW_ONLY
-    accepts_changed_keyring: bool = True
+    keyring_was_reread: bool = True
     uses_cache: bool = True
     # The ids of data keys that earlier attempts of this operation have stored in a key database.
     # The owners' rows do not name these data keys yet.
@@ -194,10 +194,10 @@ class TransactionKeys:
         raises the error if a record names the key of the tampered row.
 
         If *fingerprints*, which the same query has read from `secure_keyring`, differ from the
-        keyring and *accepts_changed_keyring* is False, raise StaleKeyring.
+        keyring and *keyring_was_reread* is False, raise StaleKeyring.
         """
         keyring_has_changed = not self.keyring.is_current(fingerprints)
-        if keyring_has_changed and not self.accepts_changed_keyring:
+        if keyring_has_changed and not self.keyring_was_reread:
             raise StaleKeyring
         by_owner: dict[bytes, dict[int, DataKey | None]] = {}
         newest: dict[bytes, int] = {}

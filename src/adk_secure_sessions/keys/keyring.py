@@ -132,7 +132,7 @@ class Keyring(HoldsSecrets):
     rows: Mapping[int, MasterKeyRow] = field(default_factory=dict)
     # The rows that are not used, each with the time (monotonic seconds) at which it is unwrapped
     # again: `math.inf` if it was rejected, a finite time if its key service failed.
-    unused: Mapping[MasterKeyRow, float] = field(default_factory=dict)
+    rejected_or_pending: Mapping[MasterKeyRow, float] = field(default_factory=dict)
     # The digest of the key of each row that this process has unwrapped, by id, and of the index
     # master by `INDEX_MASTER`.  If such a row changes, it must still hold the same key.
     digests: Mapping[int | str, bytes] = field(default_factory=dict)
@@ -151,16 +151,16 @@ class Keyring(HoldsSecrets):
     def __post_init__(self) -> None:
         self._fingerprints = frozenset(
             MasterFingerprint(row.id, row.created_at, row.wrapped)
-            for row in (*self.rows.values(), *self.unused)
+            for row in (*self.rows.values(), *self.rejected_or_pending)
         )
-        times = (at for at in self.unused.values() if at < math.inf)
+        times = (at for at in self.rejected_or_pending.values() if at < math.inf)
         self.retry_at = max(times, default=math.inf)
 
     def data_master(self, key_id: int) -> Aes256Gcm:
         """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
         if (master := self.data_masters.get(key_id)) is not None:
             return master
-        if any(row.id == key_id and at < math.inf for row, at in self.unused.items()):
+        if any(row.id == key_id and at < math.inf for row, at in self.rejected_or_pending.items()):
             raise UnknownKeyError(
                 f"data master {key_id} is not unwrapped yet, because its key service failed: "
                 "check the log and the key service"
@@ -310,7 +310,7 @@ async def open_keyring(
         wrapping_master_id=max(usable)[2] if usable else None,
         usable_master_ids=frozenset(row_id for *_, row_id in usable),
         rows=builder.accepted,
-        unused=builder.unused,
+        rejected_or_pending=builder.rejected_or_pending,
         digests={name: digest for name, digest in builder.digests.items() if name in stored},
         row_count=row_count,
     )
@@ -326,7 +326,7 @@ class _KeyringBuilder:
     is_service: bool
     data_masters: dict[int, Aes256Gcm] = field(default_factory=dict)
     accepted: dict[int, MasterKeyRow] = field(default_factory=dict)
-    unused: dict[MasterKeyRow, float] = field(default_factory=dict)
+    rejected_or_pending: dict[MasterKeyRow, float] = field(default_factory=dict)
     failure: SecureSessionError | None = None  # the first failure of a key service
     rejection: str = ""  # why the first row was rejected
     # The ids of root keys for which a call of the key service has failed temporarily.
@@ -335,7 +335,7 @@ class _KeyringBuilder:
     def __post_init__(self) -> None:
         self.index_master = self.known.index_master if self.known else None
         self.digests = dict(self.known.digests) if self.known else {}
-        self.unused_before = self.known.unused if self.known else {}
+        self.rejected_or_pending_before = self.known.rejected_or_pending if self.known else {}
 
     def is_known(self, row: MasterKeyRow) -> bool:
         """Return whether *row* has not changed since the known keyring accepted it."""
@@ -349,7 +349,7 @@ class _KeyringBuilder:
         such rows to delay the unwrapping of a new data master.
         """
         sound: dict[int, MasterKeyRow] = {}
-        before = self.unused_before
+        before = self.rejected_or_pending_before
         for row in sorted(rows, key=lambda row: -1 if self.is_known(row) else before.get(row, 0)):
             fault = _fault(row) or ("another row has the same id" if row.id in sound else None)
             if fault is None:
@@ -377,14 +377,14 @@ class _KeyringBuilder:
             self.accepted[row.id] = row
             return
         now = time.monotonic()
-        retry_at = self.unused_before.get(row, now)
+        retry_at = self.rejected_or_pending_before.get(row, now)
         if retry_at <= now and row.root_key_id in self.failing:
             retry_at = now + RETRY_PAUSE
         if retry_at > now:
             # Do not call the key service: the row was rejected, the pause after a failure has not
             # ended, or a call with this root key has just failed, and a further one might take as
             # long to fail.
-            self.unused[row] = retry_at
+            self.rejected_or_pending[row] = retry_at
             return
         try:
             key = await unwrap_master_key(row, self.roots, self.database_id)
@@ -397,11 +397,11 @@ class _KeyringBuilder:
         except SecureSessionError as error:
             if self.known is None or not self.is_service:
                 raise
-            self.unused[row] = time.monotonic() + RETRY_PAUSE
+            self.rejected_or_pending[row] = time.monotonic() + RETRY_PAUSE
             self.failure = self.failure or without_frames(error)
             if error.retryable:
                 self.failing.add(row.root_key_id)
-            if row not in self.unused_before:
+            if row not in self.rejected_or_pending_before:
                 logger.error(
                     "a row of secure_keyring is not used until it can be unwrapped: %s", error
                 )
@@ -416,9 +416,9 @@ class _KeyringBuilder:
         """Log *error* and do not use *row*; raise *error* if the process is starting."""
         if self.known is None:
             raise error
-        self.unused[row] = math.inf
+        self.rejected_or_pending[row] = math.inf
         self.rejection = self.rejection or str(error)
-        if self.unused_before.get(row) != math.inf:
+        if self.rejected_or_pending_before.get(row) != math.inf:
             logger.error("a row of secure_keyring is rejected, and not used: %s", error)
 
 

@@ -119,7 +119,9 @@ class Attempt(NamedTuple):
     keys: TransactionKeys
     row_cache: RowCache
     key_source: KeySource
-    may_skip_read: bool  # a first attempt with cached keys may use cached rows instead of a read
+    may_use_cached_rows: (
+        bool  # a first attempt with cached keys may use cached rows instead of a read
+    )
     entry_count_at_start: int = 0  # of `row_cache`: see `was_overtaken_by`
     must_lock_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     commit_callbacks: list[Callable[[], None]] | None = None
@@ -375,14 +377,14 @@ class OperationRunner:
             measured_call.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
         key_retries, retries = KeyRetryState(), None
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
-        may_skip_read = are_cached and not operation.needs_fresh_keys
-        key_retries.sources = sources if may_skip_read else sources[1:]
+        may_use_cached_rows = are_cached and not operation.needs_fresh_keys
+        key_retries.sources = sources if may_use_cached_rows else sources[1:]
         row_cache = RowCache(0) if operation.bypasses_row_cache else opened.row_cache
         while True:
             source = key_retries.sources[0]
             keys = TransactionKeys(
                 database_keys,
-                accepts_changed_keyring=key_retries.rereads > 0,
+                keyring_was_reread=key_retries.rereads > 0,
                 uses_cache=source is KeySource.CACHE,
                 key_ids_of_earlier_attempts=key_retries.new_key_ids,
                 packing=self.packing,
@@ -392,14 +394,14 @@ class OperationRunner:
                 keys,
                 row_cache,
                 source,
-                may_skip_read,
+                may_use_cached_rows,
                 entry_count_at_start=row_cache.entry_count,
                 must_lock_rows=retries is not None and retries.locks_rows,
                 commit_callbacks=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,
                 key_retries=key_retries,
             )
-            may_skip_read = False
+            may_use_cached_rows = False
             try:
                 try:
                     if source is KeySource.KEY_DATABASE:
@@ -473,7 +475,7 @@ class OperationRunner:
             rows = await self.read_data_keys(owner_tags)
             staged = TransactionKeys(
                 database_keys,
-                accepts_changed_keyring=rereads > 0,
+                keyring_was_reread=rereads > 0,
                 uses_cache=False,
                 packing=self.packing,
             )

@@ -278,7 +278,7 @@ class Write(StorageOperation[T]):
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next
     # attempt finds out whether the value is in the database.
-    _unconfirmed: dict[object, Any] = field(default_factory=dict, init=False)
+    _unconfirmed_results: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt, executors: Executors) -> T:
         locks = attempt.must_lock_rows or self.always_locks_rows
@@ -288,12 +288,12 @@ class Write(StorageOperation[T]):
         if access := running_access(executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
-        earlier = len(self._unconfirmed)
+        earlier = len(self._unconfirmed_results)
         try:
             return await run(transaction, attempt.run_commit_callbacks, in_one_transaction=locks)
         except (CachedRowOutdated, Conflict, UniqueViolation):  # this attempt has changed nothing
-            for value in [*self._unconfirmed][earlier:]:
-                del self._unconfirmed[value]
+            for value in [*self._unconfirmed_results][earlier:]:
+                del self._unconfirmed_results[value]
             raise
 
     def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
@@ -327,17 +327,19 @@ class CreateSession(Write[SessionView]):
     expires_at: int = NEVER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[SessionView]:
-        may_skip_read = attempt.may_skip_read and not (self.app_delta or self.user_delta)
-        if may_skip_read and (cached := cached_owners(attempt)):
+        may_use_cached_rows = attempt.may_use_cached_rows and not (
+            self.app_delta or self.user_delta
+        )
+        if may_use_cached_rows and (cached := cached_owners(attempt)):
             return (yield from self._create_from_cache(attempt, cached))
         rows = yield from read_rows(attempt)
         app, user = sealed_rows.open_owners(attempt, rows)
         # This call raises DecryptionError if only some of the session's rows are stored.
         stored = sealed_rows.open_session(attempt, rows, user)
-        if stored and stored.row.id not in self._unconfirmed:
+        if stored and stored.row.id not in self._unconfirmed_results:
             raise DuplicateSession(has_expired=stored.has_expired)
         if stored and user and app:  # others may have changed it since
-            new = self._unconfirmed[stored.row.id]
+            new = self._unconfirmed_results[stored.row.id]
             return SessionView(new, user.user_id, app.state, user.state)
         app = owner_changes.ensure_app(app, self.app_delta)
         changed = owner_changes.ensure_user(user, app.row.id, self.user_delta)
@@ -365,7 +367,7 @@ class CreateSession(Write[SessionView]):
             self.expires_at, b"",
         )  # fmt: skip
         new = NewSession.build(attempt, StoredSession(row, identity.session_id, self.state))
-        self._unconfirmed[row.id] = new.session
+        self._unconfirmed_results[row.id] = new.session
         return new.session, new.inserts_with_witness(attempt)
 
 
@@ -459,7 +461,7 @@ class AppendEvent(Write[StoredSession]):
         rows, user, session = yield from read_with_last_event(attempt)
         is_expected = self.expected == session.id_and_revision
         # With another revision, an earlier attempt may have stored the event.
-        if session.has_expired and (is_expected or not self._unconfirmed):
+        if session.has_expired and (is_expected or not self._unconfirmed_results):
             raise MissingSession
         if not is_expected:
             return (yield from self._recognize_lost_answer(attempt))
@@ -474,7 +476,7 @@ class AppendEvent(Write[StoredSession]):
         return updated
 
     def _cached_session(self, attempt: Attempt) -> StoredSession | None:
-        if not attempt.may_skip_read or self.event.app_delta or self.event.user_delta:
+        if not attempt.may_use_cached_rows or self.event.app_delta or self.event.user_delta:
             return None
         identity = attempt.identity
         cached = attempt.row_cache.verified_session(identity.session_tag)
@@ -524,17 +526,17 @@ class AppendEvent(Write[StoredSession]):
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.last_link
         )
         changes.append(Change(sql.INSERT_EVENT, as_parameters(event_row)))
-        self._unconfirmed[event_row.record] = new
+        self._unconfirmed_results[event_row.record] = new
         attempt.cache_session(new)
         attempt.after_commit(partial(self.on_appended, new))
         return changes, new
 
     def _recognize_lost_answer(self, attempt: Attempt) -> Steps[StoredSession]:
         """Return the session if an earlier attempt, whose answer was lost, has stored the event."""
-        if self._unconfirmed:
+        if self._unconfirmed_results:
             where = {"session_row": self.expected.session_row_id, "v0": self.expected.revision}
             for row in (yield Read(sql.events_at(1), where)):
-                session: StoredSession | None = self._unconfirmed.get(row[EVENT_RECORD])
+                session: StoredSession | None = self._unconfirmed_results.get(row[EVENT_RECORD])
                 if session:
                     attempt.after_commit(partial(self.on_appended, session))
                     return session
@@ -553,14 +555,16 @@ class DeleteSession(Write[bool | None]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[bool | None]:
         tag = attempt.identity.session_tag
-        cached = attempt.row_cache.verified_session(tag) if attempt.may_skip_read else None
+        cached = attempt.row_cache.verified_session(tag) if attempt.may_use_cached_rows else None
         if cached and self.condition is None:
             if not (yield Apply(self._build_deletion(attempt, cached))):
                 raise CachedRowOutdated
             return True
         rows = yield from read_rows(attempt)
         session = sealed_rows.open_session(attempt, rows, sealed_rows.open_user(attempt, rows))
-        if self._unconfirmed and (session is None or session.row.id not in self._unconfirmed):
+        if self._unconfirmed_results and (
+            session is None or session.row.id not in self._unconfirmed_results
+        ):
             return True  # by an earlier attempt, whose answer was lost; another session has its id
         if session is None:
             return None
@@ -573,7 +577,7 @@ class DeleteSession(Write[bool | None]):
         """Return the changes that delete *session*, beginning with its row: a concurrent append
         waits for the lock of that row, then finds no row, and adds no event.
         """
-        self._unconfirmed[session.row.id] = True
+        self._unconfirmed_results[session.row.id] = True
         attempt.after_commit(partial(attempt.row_cache.forget_session, session.row.tag))
         row = Change(sql.DELETE_SESSION, as_parameters(session.row, "at_"))
         witness = Change(sql.DELETE_WITNESS, {"at_tag": session.row.tag})

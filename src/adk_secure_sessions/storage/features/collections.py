@@ -200,7 +200,7 @@ class ReplaceItems(AppendEvent):
         session_row_id, tag = self.expected.session_row_id, attempt.identity.user_tag
         with locating_errors(EVENTS.name, f"{session_row_id}, {seq}"):
             if (row := self._rows.get(seq)) is None:
-                if attempt.may_skip_read:
+                if attempt.may_use_cached_rows:
                     raise CachedRowOutdated  # another process may have replaced the collection
                 raise TamperedError("it was removed", Reason.MISSING)
             old, prefix = row[EVENT_RECORD], attempt.identity.event_prefix
@@ -235,7 +235,7 @@ class RewriteItems(Write[StoredSession]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_with_last_event(attempt)
-        if session.row.id in self._unconfirmed:
+        if session.row.id in self._unconfirmed_results:
             return session
         if self.expected != session.id_and_revision:
             raise StaleRevision
@@ -243,7 +243,7 @@ class RewriteItems(Write[StoredSession]):
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
         new = NewSession.build(attempt, session._replace(row=row, last_link=links[-1]))
-        self._unconfirmed[row.id] = new.session
+        self._unconfirmed_results[row.id] = new.session
         changes = replacement_changes(attempt, owner_changes, session, new)
         groups = event_groups((item, self.now) for item in self.items)
         if not (yield from apply_with_events(attempt, changes, row.id, groups, links)):

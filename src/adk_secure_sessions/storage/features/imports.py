@@ -266,15 +266,15 @@ class ImportSession(_Import[ImportStatus]):
         return sql.LOCK_SESSION, sql.LOCK_USER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
-        if attempt.may_skip_read and not self.replace and (cached := cached_owners(attempt)):
+        if attempt.may_use_cached_rows and not self.replace and (cached := cached_owners(attempt)):
             return (yield from self._import_from_cache(attempt, cached))
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
         migrated_user = self.macs.checked_with_tag(rows, self.identity.user_tag)
-        if row and row.row_id in self._unconfirmed:
-            result: ImportStatus = self._unconfirmed[row.row_id]
+        if row and row.row_id in self._unconfirmed_results:
+            result: ImportStatus = self._unconfirmed_results[row.row_id]
             return result
         if migrated_user and migrated_user.is_tombstone:
             return ImportStatus.DELETED
@@ -342,7 +342,7 @@ class ImportSession(_Import[ImportStatus]):
         tag = self.identity.session_tag
         self._links = links = [new_link() for _ in self.events]
         row = SessionRow(new_row_id(), user_row_id, tag, len(links), NO_SNAPSHOT, *self.times, b"")
-        self._unconfirmed[row.id] = result
+        self._unconfirmed_results[row.id] = result
         last_link = links[-1] if links else NO_LINK
         session = StoredSession(row, self.identity.session_id, self.state, last_link=last_link)
         migrated_row = self.macs.build_row(row.tag, row.id, row.revision, self.source)
