@@ -175,8 +175,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         )
         self._runner = runner
         self._creates_tables = create_tables
-        self._expiry = Expiry(runner, create_index=create_tables)
-        self._index = SearchIndex(runner, indexed_state_keys, create_table=create_tables)
+        self._expiry = Expiry(runner, create_sql_index=create_tables)
+        self._search_index = SearchIndex(runner, indexed_state_keys, create_table=create_tables)
         self._collections = Collections(runner)
         self._skips_unreadable = skip_unreadable_sessions
         self._lifetime = lifetime_of(expires_after)
@@ -261,8 +261,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         app_delta = load_state(encode_state(scopes.app, APP_PREFIX))
         user_delta = load_state(encode_state(scopes.user, USER_PREFIX))
         own = encode_state(scopes.session)
-        if self._index.state_keys:
-            await self._index.declare_configured(app_name)
+        if self._search_index.state_keys:
+            await self._search_index.declare_configured(app_name)
         identity = await self._runner.identify(app_name, user_id, session_id)
         expires_at = NEVER
         if lifetime is not None:
@@ -554,7 +554,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             check_ids(app_name)
             # As a session's state would contain the value after it was stored.
             value = load_state(encode_state({"value": value}))["value"]
-            return await self._index.find(app_name, key, value, options)
+            return await self._search_index.find(app_name, key, value, options)
         if options.updated is None or value is not None:
             raise ValueError(
                 "give a key, updated_after or updated_before; a value needs the key, too"
@@ -657,8 +657,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         scopes = json_text.convert_scopes(event.actions.state_delta)
         time_us = microseconds(event.timestamp)
         new_event = writes.NewEvent(events.encode(event), time_us, *scopes)
-        if self._index.state_keys:
-            await self._index.declare_configured(session.app_name)
+        if self._search_index.state_keys:
+            await self._search_index.declare_configured(session.app_name)
         identity = await self._runner.identify(session.app_name, session.user_id, session.id)
         if (marker := session._storage_update_marker) is None:
             expected = await self._version_of_unmarked(session, identity)

@@ -202,8 +202,8 @@ class EnsureOwners(Write[TransactionKeys]):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[TransactionKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)
         app, user = sealed_rows.open_owners(attempt, rows)
-        app = owner_changes.ensure_app(app, {}, needs_key=True)
-        owner_changes.ensure_user(user, app.row.id, {})
+        app = owner_changes.upsert_app(app, {}, needs_key=True)
+        owner_changes.upsert_user(user, app.row.id, {})
         if owner_changes.changes:
             yield from apply_changes(owner_changes.changes)
         return attempt.keys

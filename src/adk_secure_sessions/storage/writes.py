@@ -111,8 +111,8 @@ class OwnerChanges:
         self._attempt = attempt
         self._keys = attempt.keys
 
-    def ensure_app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
-        """Ensure that the app is stored, and merge *delta* into its state; return the app.
+    def upsert_app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
+        """Insert the app, or merge *delta* into its state; return the app.
 
         With *needs_key*, also ensure that its row names a usable data key.
         """
@@ -124,8 +124,8 @@ class OwnerChanges:
             app = self.update_owner(app, delta=delta)
         return app
 
-    def ensure_user(self, user: Owner | None, app_row_id: int, delta: JsonObject) -> Owner:
-        """Ensure that the user of the app in *app_row_id* is stored; see `update_owner`."""
+    def upsert_user(self, user: Owner | None, app_row_id: int, delta: JsonObject) -> Owner:
+        """Insert the user of the app in *app_row_id*, or call `update_owner`; return the user."""
         if user is not None:
             return self.update_owner(user, delta=delta)
         identity = self._attempt.identity
@@ -147,7 +147,7 @@ class OwnerChanges:
         if delta or current is None or current.id not in owner.key_ids:
             owner = self.store_next_version(owner, delta)
         if delta and owner.is_user:
-            self._index(owner, delta, {})
+            self._update_search_index(owner, delta, {})
         return owner
 
     def set_state(self, owner: Owner, state: bytes) -> Owner:
@@ -155,10 +155,10 @@ class OwnerChanges:
         self._guard_current_key(owner.row.tag, owner.row.record)
         changed = self.store_next_version(owner._replace(state=state))
         if owner.is_user and self._keys.keyring.indexed_key_tags:
-            self._index(owner, load_state(state), load_state(owner.state))
+            self._update_search_index(owner, load_state(state), load_state(owner.state))
         return changed
 
-    def _index(self, user: Owner, state: JsonObject, replaced: JsonObject) -> None:
+    def _update_search_index(self, user: Owner, state: JsonObject, replaced: JsonObject) -> None:
         """Add the index rows of *state*, and remove those of keys that only *replaced* has."""
         new = index_rows.entries(self._attempt, USER_PREFIX, state)
         old = index_rows.entries(self._attempt, USER_PREFIX, replaced)
@@ -327,10 +327,8 @@ class CreateSession(Write[SessionView]):
     expires_at: int = NEVER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[SessionView]:
-        may_use_cached_rows = attempt.may_use_cached_rows and not (
-            self.app_delta or self.user_delta
-        )
-        if may_use_cached_rows and (cached := cached_owners(attempt)):
+        skips_read = attempt.may_use_cached_rows and not (self.app_delta or self.user_delta)
+        if skips_read and (cached := cached_owners(attempt)):
             return (yield from self._create_from_cache(attempt, cached))
         rows = yield from read_rows(attempt)
         app, user = sealed_rows.open_owners(attempt, rows)
@@ -341,8 +339,8 @@ class CreateSession(Write[SessionView]):
         if stored and user and app:  # others may have changed it since
             new = self._unconfirmed_results[stored.row.id]
             return SessionView(new, user.user_id, app.state, user.state)
-        app = owner_changes.ensure_app(app, self.app_delta)
-        changed = owner_changes.ensure_user(user, app.row.id, self.user_delta)
+        app = owner_changes.upsert_app(app, self.app_delta)
+        changed = owner_changes.upsert_user(user, app.row.id, self.user_delta)
         session, other_inserts = self._new_session(attempt, changed.row.id)
         row = Change(sql.INSERT_SESSION, as_parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
@@ -467,7 +465,7 @@ class AppendEvent(Write[StoredSession]):
             return (yield from self._recognize_lost_answer(attempt))
         if event.app_delta:
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
-            owner_changes.ensure_app(app, event.app_delta)
+            owner_changes.upsert_app(app, event.app_delta)
         owner_changes.update_owner(user, session.row.record, delta=event.user_delta)
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
@@ -603,6 +601,7 @@ def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Ch
 def read_rows(
     attempt: Attempt, query: QueryVariants = sql.SESSION_WITHOUT_EVENTS
 ) -> Steps[QueryRows]:
+    """Read the rows of *query* in a transaction, and unwrap the data keys among them."""
     parameters = {**attempt.identity.tags(), "limit": 1}
     return attempt.load_rows(query, (yield Read(attempt.variant_of(query), parameters)))
 

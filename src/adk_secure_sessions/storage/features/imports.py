@@ -306,8 +306,8 @@ class ImportSession(_Import[ImportStatus]):
     def _create(
         self, attempt: Attempt, owner_changes: OwnerChanges, app: Owner | None, user: Owner | None
     ) -> Steps[None]:
-        app = owner_changes.ensure_app(app, {})
-        changed = owner_changes.ensure_user(user, app.row.id, {})
+        app = owner_changes.upsert_app(app, {})
+        changed = owner_changes.upsert_user(user, app.row.id, {})
         new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
@@ -398,11 +398,11 @@ class ImportOwnerState(_Import[ImportStatus]):
 
     def _set(self, app: Owner | None, user: Owner | None, owner_changes: OwnerChanges) -> Owner:
         if not self.of_user and app is None:
-            return owner_changes.ensure_app(None, load_state(self._state))
-        owner = app = owner_changes.ensure_app(app, {})
+            return owner_changes.upsert_app(None, load_state(self._state))
+        owner = app = owner_changes.upsert_app(app, {})
         if self.of_user:
             if user is None:
-                return owner_changes.ensure_user(None, app.row.id, load_state(self._state))
+                return owner_changes.upsert_user(None, app.row.id, load_state(self._state))
             owner = user
         if self._source_of(owner) == self.source:
             return owner
@@ -477,12 +477,12 @@ class Imports:
     def __init__(
         self,
         runner: OperationRunner,
-        index: SearchIndex | None = None,
+        search_index: SearchIndex | None = None,
         *,
         create_table: bool = True,
     ) -> None:
         self._runner = runner
-        self._index = index
+        self._search_index = search_index
         self._expiry = Feature(runner, FeatureName.EXPIRY)
         self.feature: Feature = Feature(runner, FeatureName.MIGRATION, create_table=create_table)
 
@@ -511,8 +511,8 @@ class Imports:
         microseconds UTC; *expires_at* is None for a session that does not expire.
         """
         await self.feature.ensure()
-        if self._index is not None:
-            await self._index.declare_configured(app_name)
+        if self._search_index is not None:
+            await self._search_index.declare_configured(app_name)
         if expires_at is not None:
             await self._expiry.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
@@ -532,8 +532,8 @@ class Imports:
         result are those of `import_session`.
         """
         await self.feature.ensure()
-        if self._index is not None:
-            await self._index.declare_configured(owner[0])
+        if self._search_index is not None:
+            await self._search_index.declare_configured(owner[0])
         of_user = len(owner) > 1
         identity = await self._runner.identify(owner[0], owner[1] if of_user else "")
         macs = await self._macs()
