@@ -57,7 +57,7 @@ def read(
     database_keys: DatabaseKeys, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
 ) -> TransactionKeys:
     staged = TransactionKeys(database_keys, key_ids_of_earlier_attempts=created)
-    staged.load(rows, fingerprints(database_keys.keyring))
+    staged.unwrap(rows, fingerprints(database_keys.keyring))
     return staged
 
 
@@ -288,11 +288,11 @@ def test_data_key_under_a_master_that_is_stored_no_longer_is_not_loaded() -> Non
     (planted,) = made(data_keys(keyring(ANOTHER_MASTER)), 1)
     staged = TransactionKeys(both, keyring_was_reread=False)
     with pytest.raises(StaleKeyring):
-        staged.load([planted], fingerprints(keyring(MASTER)))
+        staged.unwrap([planted], fingerprints(keyring(MASTER)))
     assert not staged.has_fresh_keys(ADA)
     both.keyring = keyring(MASTER)
     again = TransactionKeys(both)
-    again.load([planted], fingerprints(keyring(MASTER)))
+    again.unwrap([planted], fingerprints(keyring(MASTER)))
     again.choose_current(ADA, [planted.id])
     assert current_id(again) is None
     with pytest.raises(UnknownKeyError, match="no data master"):
@@ -313,7 +313,7 @@ def test_keyring_that_changed_is_accepted_after_it_was_read_again() -> None:
     ):
         staged = TransactionKeys(keys)
         assert not staged.lacks_master
-        staged.load(rows, stored)
+        staged.unwrap(rows, stored)
         assert staged.lacks_master == lacks_master
         assert staged.has_fresh_keys(ADA)
 

@@ -438,7 +438,7 @@ def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> Databas
 def loaded(database_keys: DatabaseKeys, *rows: DataKeyRow) -> TransactionKeys:
     """Return the keys of a transaction that has read *rows*, all of them named by their owners."""
     staged = TransactionKeys(database_keys)
-    staged.load(rows, fingerprints_of(database_keys.keyring.rows.values()))
+    staged.unwrap(rows, fingerprints_of(database_keys.keyring.rows.values()))
     for owner in {row.owner for row in rows}:
         staged.choose_current(owner, [row.id for row in rows])
     return staged

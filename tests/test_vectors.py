@@ -280,7 +280,7 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
 
     def unwrap() -> bytes:
         staged = TransactionKeys(DatabaseKeys(keyring, BACKENDS, BACKENDS[1], Lru(100)))
-        staged.load([row], ())
+        staged.unwrap([row], ())
         # A rejected data key raises when a record names it.
         staged.key_of(row.owner, records.build_header(row.backend_id, row.id))
         master = masters()[records.parse_header(row.wrapped)[1]]

@@ -42,6 +42,7 @@ class EventPage(NamedTuple):
 
 
 def check_page(limit: object, order: object) -> None:
+    """Raise ValueError if *limit* or *order* is not an option of a page."""
     if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
         raise ValueError(f"limit must be an integer from 1 to {MAX_PAGE}")
     if order not in ("oldest", "newest"):

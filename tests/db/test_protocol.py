@@ -14,7 +14,7 @@ from adk_secure_sessions.db.protocol import (
     Executors,
     Parameters,
     Steps,
-    apply_in_turn,
+    run_changes,
     run_steps,
 )
 
@@ -32,7 +32,7 @@ class Database:
         raise AssertionError
 
     def applying(self, is_cluster: bool) -> Callable[[Sequence[Change]], bool]:
-        return partial(apply_in_turn, self.run, is_cluster=is_cluster)
+        return partial(run_changes, self.run, is_cluster=is_cluster)
 
     def run(self, change: Change) -> int:
         self.statements.append(str(change.statement))

@@ -265,7 +265,7 @@ class Stored:
     def reading(self) -> Attempt:
         """An attempt that has read the stored data keys."""
         keys = TransactionKeys(self.keys)
-        keys.load(self.key_rows, fingerprints())
+        keys.unwrap(self.key_rows, fingerprints())
         return self.attempt(keys)
 
     def attempt(self, keys: TransactionKeys) -> Attempt:

@@ -393,7 +393,7 @@ async def test_master_key_that_no_newly_read_keyring_has_is_unknown_and_not_stal
     record = forger.seal(WHO.user_tag, b"", b"")
 
     def loads(attempt: Attempt) -> object:
-        attempt.keys.load([forged], fingerprints())
+        attempt.keys.unwrap([forged], fingerprints())
         return attempt.keys.open(WHO.user_tag, b"", record)
 
     operation = Scripted(loads, loads)
@@ -451,7 +451,7 @@ async def test_data_keys_as_stored_now_are_read_under_the_keyring_of_now() -> No
     row = TransactionKeys(data_keys(newer)).create_data_key(WHO.user_tag)
     executors, executor = one_database(key_rows([row], newer), key_rows([row], newer))
     runner = runner_of(executors, KeyringReads(keyring(), newer))
-    keys = await runner.load_data_keys(WHO.user_tag)
+    keys = await runner.unwrap_data_keys(WHO.user_tag)
     assert keys.has_fresh_keys(WHO.user_tag)
     assert (await runner.keyring()) is newer
     # They are read again after the keyring, because both may have changed meanwhile.
@@ -664,7 +664,7 @@ async def test_pending_rows_are_tried_again_by_one_task_after_the_pause() -> Non
     last = replace(first, rows={**first.rows, 77: MasterKeyRow(77, DATA_MASTER, "root", 0, b"")})
 
     def reads_keys(attempt: Attempt) -> str:
-        attempt.keys.load([], stored)
+        attempt.keys.unwrap([], stored)
         return "done"
 
     async def use() -> None:

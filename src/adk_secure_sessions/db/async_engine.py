@@ -28,7 +28,7 @@ from adk_secure_sessions.db.protocol import (
     Row,
     T,
     Transaction,
-    apply_in_turn,
+    run_changes,
     run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
@@ -134,7 +134,7 @@ class AsyncEngineExecutor:
             return run_steps(
                 transaction(),
                 partial(self._fetch, connection),
-                partial(apply_in_turn, change, is_cluster=self._is_cluster),
+                partial(run_changes, change, is_cluster=self._is_cluster),
             )
 
         return await self._translating(work, commit=True)

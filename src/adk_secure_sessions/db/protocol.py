@@ -176,7 +176,7 @@ def run_steps(
         return result
 
 
-def apply_in_turn(
+def run_changes(
     run: Callable[[Change], int], changes: Sequence[Change], *, is_cluster: bool = False
 ) -> bool:
     """Answer an Apply by *run*, which makes a change and returns how many rows it matched."""

@@ -47,7 +47,7 @@ from adk_secure_sessions.db.protocol import (
     Row,
     T,
     Transaction,
-    apply_in_turn,
+    run_changes,
     run_steps,
 )
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, copy_of
@@ -666,7 +666,7 @@ class WorkerThread:
             rowcount: int = execute(sqlite_sql(statement), rows or parameters).rowcount
             return rowcount
 
-        return self.with_time_limit(apply_in_turn, change_rows, changes, writes=True)
+        return self.with_time_limit(run_changes, change_rows, changes, writes=True)
 
     def with_time_limit(self, work: Callable[..., T], *args: object, writes: bool = False) -> T:
         """Call *work*, which `_should_interrupt` may interrupt; DatabaseError if it timed out.

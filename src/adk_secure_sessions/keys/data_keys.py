@@ -152,7 +152,7 @@ class TransactionKeys:
     Before the commit, other transactions must not encrypt with these keys: if this transaction is
     rolled back, the keys that it created are lost.
 
-    If *keyring_was_reread* is False, `load` compares the keyring of this process with the
+    If *keyring_was_reread* is False, `unwrap` compares the keyring of this process with the
     stored one, and raises StaleKeyring if another process has changed the stored one.  It is True
     if this operation has already read the keyring again.  If *uses_cache* is False, the transaction
     uses no cached data keys, because one may have been deleted since it was cached.
@@ -180,14 +180,14 @@ class TransactionKeys:
         self._rejected: dict[int, tuple[bytes, DecryptionError]] = {}
         self._highest_generation: dict[bytes, int] = {}  # by owner, including rejected rows
         self.new_rows: list[DataKeyRow] = []
-        # Whether `load` has rejected a row because its data master is not known, while the stored
+        # Whether `unwrap` has rejected a row because its data master is not known, while the stored
         # keyring differs from the keyring of this process.
         self.lacks_master: bool = False
         self.measured_call: telemetry.Operation | None = telemetry.current_operation()
         if self.measured_call is not None:
             self.measured_call.compact()
 
-    def load(self, rows: Iterable[DataKeyRow], fingerprints: Iterable[MasterFingerprint]) -> None:
+    def unwrap(self, rows: Iterable[DataKeyRow], fingerprints: Iterable[MasterFingerprint]) -> None:
         """Unwrap *rows*, which must be all rows of each owner that occurs in them.
 
         A tampered row raises no error here, so that it does not affect other owners.  `key_of`
@@ -203,7 +203,7 @@ class TransactionKeys:
         newest: dict[bytes, int] = {}
         for row in rows:
             try:
-                key = self._unwrap(row)
+                key = self._unwrap_row(row)
             except DecryptionError as error:
                 located = error.located("secure_data_keys", row.id)
                 self._rejected[row.id] = row.owner, located
@@ -303,7 +303,7 @@ class TransactionKeys:
         return owner_tag in self._fresh_owners
 
     def has_accepted(self, row: DataKeyRow) -> bool:
-        """Return whether `load` has read *row*, and accepted it."""
+        """Return whether `unwrap` has read *row*, and accepted it."""
         keys = self._by_owner.get(row.owner)
         return keys is not None and row.id in keys.by_id
 
@@ -396,7 +396,7 @@ class TransactionKeys:
     def key_of(self, owner_tag: bytes, record: bytes) -> DataKey:
         """Return the data key that the header of *record* names.  No other key is tried.
 
-        Raises the error of the row of the data key, if `load` has rejected it.
+        Raises the error of the row of the data key, if `unwrap` has rejected it.
         """
         keys = self._keys_of(owner_tag)
         backend_id, key_id = records.parse_header(record)
@@ -414,7 +414,7 @@ class TransactionKeys:
             raise TamperedError(
                 f"data key {key_id} belongs to another owner or backend", reason=Reason.WRONG_OWNER
             )
-        # The data key may be missing because an attacker modified the id in its row.  `load` has
+        # The data key may be missing because an attacker modified the id in its row.  `unwrap` has
         # then rejected this row, so raise the error of the row.
         for rejected_owner, error in self._rejected.values():
             if rejected_owner == owner_tag:
@@ -444,7 +444,7 @@ class TransactionKeys:
         writer, keyring = self._database_keys.writing, self.keyring
         return key.backend_id == writer.backend_id and key.master_id in keyring.usable_master_ids
 
-    def _unwrap(self, row: DataKeyRow) -> DataKey | None:
+    def _unwrap_row(self, row: DataKeyRow) -> DataKey | None:
         """Authenticate and unwrap *row*; return None if this process was not given its backend.
 
         A missing backend is no error here.  `key_of` raises an error if a record names the backend.

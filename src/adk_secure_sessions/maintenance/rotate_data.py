@@ -261,7 +261,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         tag, app_name = require_bytes(row.tag), app_name_of(row.app_name)
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is _USERS)
-        keys = await self._db.runner.load_data_keys(tag)
+        keys = await self._db.runner.unwrap_data_keys(tag)
         records = await _records_of_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
@@ -333,7 +333,7 @@ class DataRotationRun(RotationRun[DataRotation]):
                     try:
                         plaintext = _decrypt(keys, owner_tag, context, table, record.stored)
                     except UnknownKeyError:  # another service may have created the key since
-                        later_keys = await self._db.runner.load_data_keys(owner_tag)
+                        later_keys = await self._db.runner.unwrap_data_keys(owner_tag)
                         plaintext = _decrypt(later_keys, owner_tag, context, table, record.stored)
                     outdated.append((record, context, plaintext))
         if self._dry_run or not outdated:

@@ -162,7 +162,7 @@ async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[Scanned
     read = db.runner.data.read
     for *user, app_name in await rows_where(read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
-    keys = await db.runner.load_data_keys(*(user.tag for user, _ in owners.values()))
+    keys = await db.runner.unwrap_data_keys(*(user.tag for user, _ in owners.values()))
     return [_decrypt_ids(row, owners.get(row.user_row), keys) for row in rows]
 
 

@@ -16,7 +16,7 @@ from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     KeySource,
     StorageOperation,
-    apply_changes,
+    apply_or_conflict,
 )
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.reads import Decode, checked_events
@@ -176,7 +176,7 @@ class RenewKey(Write[RenewedKey]):
         elif owner.key_ids == (current.id,):
             return RenewedKey()
         owner_changes.store_next_version(owner._replace(key_ids=()))
-        yield from apply_changes(owner_changes.changes)
+        yield from apply_or_conflict(owner_changes.changes)
         return RenewedKey(created=bool(keys.new_rows or stored), changed=True)
 
 
@@ -205,7 +205,7 @@ class EnsureOwners(Write[TransactionKeys]):
         app = owner_changes.upsert_app(app, {}, needs_key=True)
         owner_changes.upsert_user(user, app.row.id, {})
         if owner_changes.changes:
-            yield from apply_changes(owner_changes.changes)
+            yield from apply_or_conflict(owner_changes.changes)
         return attempt.keys
 
 

@@ -153,13 +153,14 @@ class Attempt(NamedTuple):
             _record_data_key(self.keys.keyring, row)
 
     def variant_of(self, query: sql.QueryVariants) -> sa.CompoundSelect[Any]:
+        """Return the variant of *query* that reads the data keys, too, if this attempt needs it."""
         return query.with_keys if self.key_source is KeySource.QUERY else query.without_keys
 
-    def load_rows(self, query: sql.QueryVariants, answer: Sequence[Row]) -> sql.QueryRows:
+    def unwrap_rows(self, query: sql.QueryVariants, answer: Sequence[Row]) -> sql.QueryRows:
         """Return the rows in the *answer* to *query*, and unwrap the data keys among them."""
         rows = sql.QueryRows(answer, query.reads_snapshots)
         if self.key_source is KeySource.QUERY:
-            self.keys.load(rows.data_keys, rows.master_fingerprints)
+            self.keys.unwrap(rows.data_keys, rows.master_fingerprints)
         return rows
 
     async def read(
@@ -168,7 +169,7 @@ class Attempt(NamedTuple):
         """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
         values = {**self.identity.tags(), **parameters}
         answer = await executors.data.read(self.variant_of(query), values)
-        return self.load_rows(query, answer)
+        return self.unwrap_rows(query, answer)
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
         """Whether *cached* was made since this attempt began, perhaps after it had read the row."""
@@ -407,7 +408,7 @@ class OperationRunner:
                     if source is KeySource.KEY_DATABASE:
                         tags = [identity.app_tag, identity.user_tag]
                         rows = await read_data_keys(self.executors.key_tables.read, tags)
-                        keys.load(rows.data_keys, rows.master_fingerprints)
+                        keys.unwrap(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt, self.executors)
                 except CachedRowOutdated:
                     continue
@@ -459,12 +460,8 @@ class OperationRunner:
             return False
         return True
 
-    async def read_data_keys(self, owner_tags: Iterable[object]) -> sql.QueryRows:
-        """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
-        return await read_data_keys(self.key_tables.read, owner_tags)
-
-    async def load_data_keys(self, *owner_tags: object) -> TransactionKeys:
-        """Read and return the data keys of some owners.
+    async def unwrap_data_keys(self, *owner_tags: object) -> TransactionKeys:
+        """Read and unwrap the data keys of some owners.
 
         A data key that was tampered with raises DecryptionError when it is used.
         """
@@ -472,7 +469,7 @@ class OperationRunner:
         rereads = 0
         while True:
             old = database_keys.keyring
-            rows = await self.read_data_keys(owner_tags)
+            rows = await read_data_keys(self.key_tables.read, owner_tags)
             staged = TransactionKeys(
                 database_keys,
                 keyring_was_reread=rereads > 0,
@@ -480,7 +477,7 @@ class OperationRunner:
                 packing=self.packing,
             )
             with suppress(StaleKeyring):
-                staged.load(rows.data_keys, rows.master_fingerprints)
+                staged.unwrap(rows.data_keys, rows.master_fingerprints)
                 if not staged.lacks_master or rereads == _REREADS:
                     return staged
             await self.reread_keyring(database_keys, old)
@@ -566,7 +563,7 @@ class OperationRunner:
     async def _store_data_key(self, keys: TransactionKeys, need: NeedsDataKey) -> DataKeyRow:
         """Store the data key that the attempt needs in the key database, and return its row."""
         row = keys.create_data_key(need.owner_tag, need.not_before)
-        transaction = partial(apply_changes, key_insertion(keys, row))
+        transaction = partial(apply_or_conflict, key_insertion(keys, row))
         record = partial(_record_data_key, keys.keyring, row)
         await self.executors.key_tables.write(transaction, record)
         return row
@@ -605,12 +602,14 @@ def insertion_changes(statement: sa.Insert, rows: Sequence[Parameters]) -> list[
     return [Change(statement, {}, must_match_one_row=False, rows=rows)] if rows else []
 
 
-def apply_changes(changes: Sequence[Change]) -> Steps[None]:
+def apply_or_conflict(changes: Sequence[Change]) -> Steps[None]:
+    """Make *changes*; raise Conflict if the first one matched no row: see `Apply`."""
     if not (yield Apply(changes)):
         raise Conflict
 
 
 def try_apply(changes: Sequence[Change]) -> Steps[bool]:
+    """Make *changes*; return False, and change nothing, if the first one matched no row."""
     applied: bool = yield Apply(changes)
     return applied
 

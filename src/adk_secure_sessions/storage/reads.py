@@ -347,7 +347,7 @@ class Listing(StorageOperation[T]):
             return [user] if user else []
         if executors.has_key_database:
             keys = await read_data_keys(executors.key_tables.read, [row.tag for row in rows.users])
-            attempt.keys.load(keys.data_keys, keys.master_fingerprints)
+            attempt.keys.unwrap(keys.data_keys, keys.master_fingerprints)
         owners = []
         for row in rows.users:
             try:

@@ -338,6 +338,7 @@ def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
 
 
 def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
+    """Return the row of the session's snapshot, encrypted; the caller stores it."""
     row = SnapshotRow(session.row.id, session.row.base_revision, b"")
     plaintext = session.snapshot_link + (session.snapshot or b"{}")
     return _seal(attempt, attempt.identity.user_tag, SNAPSHOTS, row, plaintext)

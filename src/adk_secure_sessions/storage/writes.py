@@ -38,7 +38,7 @@ from adk_secure_sessions.storage.operation_runner import (
     KeySource,
     NeedsDataKey,
     StorageOperation,
-    apply_changes,
+    apply_or_conflict,
     insertion_changes,
     key_insertion,
 )
@@ -345,7 +345,7 @@ class CreateSession(Write[SessionView]):
         row = Change(sql.INSERT_SESSION, as_parameters(session.row))
         if changed == user:  # the user is stored, and no change updates the row
             row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
-        yield from apply_changes([*owner_changes.changes, row, *other_inserts])
+        yield from apply_or_conflict([*owner_changes.changes, row, *other_inserts])
         return SessionView(session, changed.user_id, app.state, changed.state)
 
     def _create_from_cache(self, attempt: Attempt, cached: "CachedOwners") -> Steps[SessionView]:
@@ -470,7 +470,7 @@ class AppendEvent(Write[StoredSession]):
         appended = self._build_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
-        yield from apply_changes(changes + owner_changes.changes)
+        yield from apply_or_conflict(changes + owner_changes.changes)
         return updated
 
     def _cached_session(self, attempt: Attempt) -> StoredSession | None:
@@ -568,7 +568,7 @@ class DeleteSession(Write[bool | None]):
             return None
         if self.condition is not None and not self.condition(session):
             return False
-        yield from apply_changes(self._build_deletion(attempt, session))
+        yield from apply_or_conflict(self._build_deletion(attempt, session))
         return True
 
     def _build_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
@@ -603,7 +603,7 @@ def read_rows(
 ) -> Steps[QueryRows]:
     """Read the rows of *query* in a transaction, and unwrap the data keys among them."""
     parameters = {**attempt.identity.tags(), "limit": 1}
-    return attempt.load_rows(query, (yield Read(attempt.variant_of(query), parameters)))
+    return attempt.unwrap_rows(query, (yield Read(attempt.variant_of(query), parameters)))
 
 
 def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, StoredSession]]:
@@ -640,7 +640,7 @@ def event_groups(events: Iterable[TimedPlaintext]) -> list[list[TimedPlaintext]]
     return list(grouped(events, lambda one: len(one[0]), _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
 
 
-def apply_with_events(
+def try_apply_with_events(
     attempt: Attempt,
     changes: Changes,
     session_row_id: int,

@@ -41,10 +41,10 @@ from adk_secure_sessions.storage.writes import (
     OwnerChanges,
     StaleRevision,
     Write,
-    apply_with_events,
     event_groups,
     read_with_last_event,
     replacement_changes,
+    try_apply_with_events,
 )
 
 Address = tuple[str, str, str]  # the app, the user and the name of a collection
@@ -246,6 +246,6 @@ class RewriteItems(Write[StoredSession]):
         self._unconfirmed_results[row.id] = new.session
         changes = replacement_changes(attempt, owner_changes, session, new)
         groups = event_groups((item, self.now) for item in self.items)
-        if not (yield from apply_with_events(attempt, changes, row.id, groups, links)):
+        if not (yield from try_apply_with_events(attempt, changes, row.id, groups, links)):
             raise Conflict
         return new.session

@@ -30,7 +30,7 @@ from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     CachedRowOutdated,
     OperationRunner,
-    apply_changes,
+    apply_or_conflict,
 )
 from adk_secure_sessions.storage.schema import (
     NEVER,
@@ -57,12 +57,12 @@ from adk_secure_sessions.storage.writes import (
     NewSession,
     OwnerChanges,
     Write,
-    apply_with_events,
     cached_owners,
     event_groups,
     insert_if_unchanged,
     read_rows,
     replacement_changes,
+    try_apply_with_events,
 )
 
 K = TypeVar("K", bound=tuple[str, ...])
@@ -350,7 +350,7 @@ class ImportSession(_Import[ImportStatus]):
 
     def _apply(self, attempt: Attempt, new: NewSession, changes: Changes) -> Steps[bool]:
         row_id = new.session.row.id
-        return apply_with_events(attempt, changes, row_id, self._groups, self._links)
+        return try_apply_with_events(attempt, changes, row_id, self._groups, self._links)
 
 
 class ImportOwnerState(_Import[ImportStatus]):
@@ -393,7 +393,7 @@ class ImportOwnerState(_Import[ImportStatus]):
         changed = self._set(app, user, owner_changes)
         new = self.macs.build_row(self._tag, changed.row.id, changed.version, self.source)
         remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
-        yield from apply_changes([*owner_changes.changes, remember])
+        yield from apply_or_conflict([*owner_changes.changes, remember])
         return status
 
     def _set(self, app: Owner | None, user: Owner | None, owner_changes: OwnerChanges) -> Owner:
@@ -429,7 +429,7 @@ class AddTombstone(Write[None]):
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         if self.macs.checked_with_tag(rows, tag) is None:
             new = self.macs.tombstone(tag)
-            yield from apply_changes([Change(sql.INSERT_MIGRATED, new._asdict())])
+            yield from apply_or_conflict([Change(sql.INSERT_MIGRATED, new._asdict())])
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:

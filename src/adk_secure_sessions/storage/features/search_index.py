@@ -21,7 +21,7 @@ from adk_secure_sessions.storage.operation_runner import (
     Attempt,
     OperationRunner,
     StorageOperation,
-    apply_changes,
+    apply_or_conflict,
 )
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListPage, PageOfSessions, PageOptions, SessionPosition
@@ -205,7 +205,7 @@ class CorrectIndexRows(Write[int]):
         # On a cluster, the lock of the row is known to one node only.
         user, session = attempt.identity.user_tag, attempt.identity.session_tag
         claim = claim_user(user) if self.of_user else claim_session(session)
-        yield from apply_changes([*claim, *differences.changes(row_id)])
+        yield from apply_or_conflict([*claim, *differences.changes(row_id)])
         return differences.total
 
 
