@@ -148,7 +148,7 @@ class FaultyExecutor:
             on_commit()
         return result
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         def followed(connection: sa.Connection) -> T:
             self._pass_inside(Point.WORK)
             result = work(connection)

@@ -134,7 +134,7 @@ async def test_tasks_on_one_connection_do_not_share_a_transaction(tmp_path: Path
     url = f"sqlite+aiosqlite:///{tmp_path}/things.db"
     engine = create_async_engine(url, poolclass=StaticPool)
     executor = AsyncEngineExecutor(engine, owns_engine=False)
-    await executor.run_sync(things.metadata.create_all, commit=True)
+    await executor.run_sync(things.metadata.create_all)
 
     async def fail(number: int) -> None:
         def work(connection: sa.Connection) -> None:
@@ -142,7 +142,7 @@ async def test_tasks_on_one_connection_do_not_share_a_transaction(tmp_path: Path
             raise RuntimeError("taken back")
 
         with pytest.raises(RuntimeError, match="taken back"):
-            await executor.run_sync(work, commit=True)
+            await executor.run_sync(work)
 
     await asyncio.gather(
         *(fail(number) for number in range(10)),
@@ -167,7 +167,7 @@ def test_connections_of_sqlite_serve_event_loops_in_turn(tmp_path: Path) -> None
     executor = AsyncEngineExecutor(engine, owns_engine=False)
 
     async def use(number: int) -> int:
-        await executor.run_sync(things.metadata.create_all, commit=True)
+        await executor.run_sync(things.metadata.create_all)
         await apply(executor, insert(number))
         return len(await stored(executor))
 

@@ -35,7 +35,7 @@ async def filled(executor: Executor) -> Executor:
 
 async def fill(executor: Executor) -> None:
     """Store BEFORE, whatever was stored."""
-    await executor.run_sync(lambda connection: connection.execute(sa.delete(things)), commit=True)
+    await executor.run_sync(lambda connection: connection.execute(sa.delete(things)))
     assert await apply(executor, insert(1, b"old"), insert(2, b"old"))
 
 
@@ -188,9 +188,9 @@ async def test_defined_work_that_raises_stores_nothing(executor: Executor) -> No
         raise RuntimeError("the work's own")
 
     with pytest.raises(RuntimeError, match="the work's own"):
-        await executor.run_sync(work, commit=True)
+        await executor.run_sync(work)
     assert await stored(executor) == {}
-    assert await executor.run_sync(insert_one, commit=True) == "done"
+    assert await executor.run_sync(insert_one) == "done"
 
 
 # --- cancellation --------------------------------------------------------------------------------

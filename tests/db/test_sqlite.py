@@ -48,7 +48,7 @@ on_file = pytest.mark.parametrize("numbers", ["file"], indirect=True)
 async def opened(url: str | sa.URL, **options: Any) -> SqliteExecutor:
     """An executor on a database with `TABLE`."""
     executor = SqliteExecutor(sa.make_url(url), options)
-    await executor.run_sync(TABLE.metadata.create_all, commit=True)
+    await executor.run_sync(TABLE.metadata.create_all)
     return executor
 
 

@@ -109,7 +109,7 @@ class FakeExecutor:
                 on_commit()
             return cast(T, end.value)
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         self.defined.append(work)
         return cast(T, self._next(work))
 

@@ -160,7 +160,7 @@ class InMemory:
         self.changes = 0
         self.before: Callable[[], Awaitable[None]] = nothing  # awaited before each change
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         if commit:
             await self.before()
         with self.engine.connect() as connection:

@@ -493,8 +493,8 @@ def test_rereads_of_two_event_loops_that_fail_leave_the_retry_due() -> None:
 CALLS: dict[str, Callable[[OperationRunner], object]] = {
     "read": lambda runner: runner.data.read(None, {}),  # type: ignore[arg-type]
     "read of keys": lambda runner: runner.key_tables.read(None, {}),  # type: ignore[arg-type]
-    "change": lambda runner: runner.data.run(lambda connection: None),
-    "change of keys": lambda runner: runner.key_tables.run(lambda connection: None),
+    "change": lambda runner: runner.data.run_sync(lambda connection: None),
+    "change of keys": lambda runner: runner.key_tables.run_sync(lambda connection: None),
 }
 
 

@@ -103,7 +103,7 @@ class AsyncEngineExecutor:
         work = partial(self._transact, transaction, in_one_transaction)
         return await self._shielded(work, on_commit)
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         def run(connection: sa.Connection) -> T:
             with self._dialect.decoding(connection, any_text):
                 if commit:

@@ -123,7 +123,7 @@ class Executor(Protocol):
         """
         ...
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* on a SQLAlchemy connection and return its result.
 
         The schema and maintenance use it, because they inspect tables and decide row by row.  If
@@ -267,7 +267,7 @@ class RetryingExecutor(NamedTuple):
         """Run one query; repeat the query if the connection is lost."""
         return await retried(lambda: self.executor.read(query, parameters))
 
-    async def run(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction, and in a new one after a conflict."""
         run = self.executor.run_sync
         return await retried(lambda: run(work, commit=commit), writes=True)

@@ -226,7 +226,7 @@ class SqliteExecutor:
             lambda thread, driver: thread.transact(driver, transaction), on_commit
         )
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
+    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         def run(thread: WorkerThread, connection: sa.Connection) -> T:
             return work(connection) if commit else thread.with_time_limit(work, connection)
 

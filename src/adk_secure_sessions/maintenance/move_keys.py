@@ -171,10 +171,10 @@ class _Move:
             state = await self._survey_and_check()
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
-                await side.run(partial(self._claim, survey.meta_rows))
+                await side.run_sync(partial(self._claim, survey.meta_rows))
         if not state.is_switched:
             await self._park_and_copy(state)
-            await self._db.runner.data.run(self._switch)
+            await self._db.runner.data.run_sync(self._switch)
             state = await self._survey_and_check()
         source, target = state.source, state.target
         target_keys = await _fingerprint(self._target)
@@ -182,10 +182,10 @@ class _Move:
             raise ConfigurationError(_IN_USE)
         tables = [table for table in (keyring, data_keys) if table.name in source.tables]
         if source.format_version is not None:
-            await self._source.run(partial(self._delete_source_keys, tables, target_keys))
+            await self._source.run_sync(partial(self._delete_source_keys, tables, target_keys))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.features_text(target.features - {FeatureName.MOVING})
-        await self._target.run(
+        await self._target.run_sync(
             partial(self._release_target, target.meta_rows[meta.FEATURES], features)
         )
         return KeyMove(self._to, *target_keys[:2], has_begun, not obstacles, tuple(obstacles))
@@ -194,7 +194,7 @@ class _Move:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_unchecked()
         backends = self._db.runner.backends
-        await self._db.runner.key_tables.run(_reject_in_memory, commit=False)
+        await self._db.runner.key_tables.run_sync(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
         if data.database_id is None:
@@ -258,7 +258,7 @@ class _Move:
         # Reject a malformed row before anything is changed.
         _, total, _ = await _fingerprint(self._source)
         moving = state.features_text(source.features | {FeatureName.MOVING})
-        await self._source.run(partial(self._park_source, source, moving))
+        await self._source.run_sync(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
         meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
@@ -266,10 +266,10 @@ class _Move:
         if self._to_key_db:
             meta_rows[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.master_rows]
-        await self._target.run(partial(self._create_target, state.target, meta_rows, masters))
+        await self._target.run_sync(partial(self._create_target, state.target, meta_rows, masters))
         meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
-            await self._target.run(partial(self._insert_data_keys, rows))
+            await self._target.run_sync(partial(self._insert_data_keys, rows))
             await meter.advance(len(rows))
         meter.finish()
         if await _fingerprint(self._source) != await _fingerprint(self._target):

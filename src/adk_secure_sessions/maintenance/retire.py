@@ -170,7 +170,7 @@ async def retire(
         master_ids = (*(one for one in master_ids if one not in stored), *deleted_ids)
         return kept
 
-    kept_keys.extend(await db.runner.key_tables.run(retire_masters, commit=not dry_run))
+    kept_keys.extend(await db.runner.key_tables.run_sync(retire_masters, commit=not dry_run))
     return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
@@ -229,7 +229,7 @@ async def _retire_data_keys(
         deleted = [row for row in deleted if row not in remaining] + divided.deletable
         return divided
 
-    divided = await db.runner.data.run(divide_and_delete, commit=not dry_run)
+    divided = await db.runner.data.run_sync(divide_and_delete, commit=not dry_run)
     if not has_key_database:
         return divided._replace(deletable=deleted)
     if divided.deletable and not dry_run:
@@ -238,7 +238,7 @@ async def _retire_data_keys(
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.key_tables.run(partial(_delete_keys, divided.deletable))
+        await db.runner.key_tables.run_sync(partial(_delete_keys, divided.deletable))
     return divided
 
 

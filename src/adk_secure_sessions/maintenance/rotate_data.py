@@ -243,9 +243,9 @@ class DataRotationRun(RotationRun[DataRotation]):
     async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
         if self._db.runner.backends.stores_plaintext and not self._dry_run:
-            await self._db.runner.data.run(meta.mark_plaintext)
+            await self._db.runner.data.run_sync(meta.mark_plaintext)
             if self._db.runner.executors.has_key_database:
-                await self._db.runner.key_tables.run(meta.mark_plaintext)
+                await self._db.runner.key_tables.run_sync(meta.mark_plaintext)
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.reencrypted
@@ -294,7 +294,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         if renewed.orphaned:
             # The owner was erased after the key was stored in the key database: delete the key.
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned))
-            await self._db.runner.key_tables.run(
+            await self._db.runner.key_tables.run_sync(
                 lambda connection: connection.execute(query).close()
             )
 
@@ -345,7 +345,7 @@ class DataRotationRun(RotationRun[DataRotation]):
             decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
             require_same_plaintext(record.table.name, record.name, plaintext, decrypt_new)
             changes.setdefault(record.table, []).append((record, sealed))
-        await self._db.runner.data.run(partial(_store_reencrypted, changes))
+        await self._db.runner.data.run_sync(partial(_store_reencrypted, changes))
         for table, replaced in changes.items():
             new_records = {record.key: sealed for record, sealed in replaced}
             for row in await _read_by_keys(self._db, table, new_records):

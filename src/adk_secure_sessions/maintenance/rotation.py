@@ -171,7 +171,7 @@ class RotationRun(ABC, Generic[R]):
         if self._dry_run or self.result.left or self.result.bad:
             await self._reject_other_rotation()
         else:
-            await self._db.runner.data.run(self._remove_checkpoint)
+            await self._db.runner.data.run_sync(self._remove_checkpoint)
         self._meter.finish()
 
     @abstractmethod
@@ -226,7 +226,7 @@ class RotationRun(ABC, Generic[R]):
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
-            if self._dry_run or await self._db.runner.data.run(write):
+            if self._dry_run or await self._db.runner.data.run_sync(write):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:

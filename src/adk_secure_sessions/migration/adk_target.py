@@ -290,7 +290,7 @@ class AdkTarget(ClosedByWith):
 
         async def attempt() -> str | None:
             try:
-                await self._executor.run_sync(strictly, commit=True)
+                await self._executor.run_sync(strictly)
             except UniqueViolation:
                 return "the target already has it, or an id that its collation takes for the same"
             except DatabaseError as error:

@@ -133,7 +133,7 @@ async def erase_source(
     async def attempt() -> bool:
         number_before = len(attempts)
         try:
-            return await executor.run_sync(delete, commit=True)
+            return await executor.run_sync(delete)
         except Conflict:  # this attempt was rolled back
             del attempts[number_before:]
             raise

@@ -84,7 +84,7 @@ class Expiry:
     async def _ensure_index(self) -> None:
         if not self._has_index:
             try:
-                await self._runner.data.run(self._create_missing_index)
+                await self._runner.data.run_sync(self._create_missing_index)
             except SecureSessionError as error:
                 if not error.retryable:
                     self._paused_until = math.inf  # perhaps the account may not create indexes
