@@ -103,7 +103,7 @@ async def estimate_rows(db: Database, *tables: sa.Table) -> int:
 
 async def count_items(db: Database) -> int:
     """Return the number of items of all collections, which is the sum of their revisions."""
-    ((items,),) = await db.runner.data.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
+    ((items,),) = await db.runner.retried_data.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
     return clamped(items)
 
 
@@ -131,8 +131,10 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for row_range in row_ranges(db.runner.data.read, walked, db.limits.ids_per_statement):
-            groups = await row_range.read(db.runner.data.read, query, key)
+        async for row_range in row_ranges(
+            db.runner.retried_data.read, walked, db.limits.ids_per_statement
+        ):
+            groups = await row_range.read(db.runner.retried_data.read, query, key)
             keys_of = await data_keys_by_owner(db, {owner for owner, *_ in groups})
             newer_keys |= {row.id for keys in keys_of.values() for row in keys.newer}
             current_ids = {
@@ -196,12 +198,14 @@ def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]
 async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
     """Return the data keys of *owners*, by tag; without a readable row, the newest is current."""
     keys: dict[bytes, list[DataKeyRow]] = {}
-    for row in (await read_data_keys(db.runner.key_tables.read, owners)).data_keys:
+    for row in (await read_data_keys(db.runner.retried_keys.read, owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
     key_id_of: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
-        for tag, header in await rows_where(db.runner.data.read, query, table.c.tag, several):
+        for tag, header in await rows_where(
+            db.runner.retried_data.read, query, table.c.tag, several
+        ):
             _, key_id_of[tag] = parse_header_or_none(header) or (None, None)
     return {owner: split_at_current(rows, [key_id_of.get(owner)]) for owner, rows in keys.items()}
 

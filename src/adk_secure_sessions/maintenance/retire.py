@@ -142,12 +142,12 @@ async def retire(
     await reject_orphans(db)
     throttle = Meter(rate=rows_per_second)
     await _reject_unreadable_sessions(db, throttle)
-    ((total,),) = await db.runner.key_tables.read(_NUMBER_OF_OWNERS, {})
+    ((total,),) = await db.runner.retried_keys.read(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total))
     kept_keys: CappedList[KeptKey] = CappedList()
     deleted, spare = Counter[int](), 0  # data keys by the id of their master
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
-    read = db.runner.key_tables.read
+    read = db.runner.retried_keys.read
     owners = pages(read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner)
     async for owner in each(owners):
         keys = await _retire_data_keys(db, owner, dry_run, throttle)
@@ -170,7 +170,7 @@ async def retire(
         master_ids = (*(one for one in master_ids if one not in stored), *deleted_ids)
         return kept
 
-    kept_keys.extend(await db.runner.key_tables.run_sync(retire_masters, commit=not dry_run))
+    kept_keys.extend(await db.runner.retried_keys.run_sync(retire_masters, commit=not dry_run))
     return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
@@ -205,7 +205,7 @@ async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
 ) -> _DividedKeys:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
-    rows = (await read_data_keys(db.runner.key_tables.read, [owner_tag])).data_keys
+    rows = (await read_data_keys(db.runner.retried_keys.read, [owner_tag])).data_keys
     try:
         ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
@@ -229,7 +229,7 @@ async def _retire_data_keys(
         deleted = [row for row in deleted if row not in remaining] + divided.deletable
         return divided
 
-    divided = await db.runner.data.run_sync(divide_and_delete, commit=not dry_run)
+    divided = await db.runner.retried_data.run_sync(divide_and_delete, commit=not dry_run)
     if not has_key_database:
         return divided._replace(deletable=deleted)
     if divided.deletable and not dry_run:
@@ -238,7 +238,7 @@ async def _retire_data_keys(
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.key_tables.run_sync(partial(_delete_keys, divided.deletable))
+        await db.runner.retried_keys.run_sync(partial(_delete_keys, divided.deletable))
     return divided
 
 

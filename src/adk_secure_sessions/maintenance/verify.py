@@ -142,7 +142,7 @@ class _Verifier:
         self._complete_index_tags: set[bytes] = set()
 
     async def check_marks(self) -> None:
-        read = self._db.runner.data.read
+        read = self._db.runner.retried_data.read
         for tag, state in await index_rows.read_marks(read, self._index_master):
             self.needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
@@ -202,7 +202,9 @@ class _Verifier:
         macs = ImportMacs(await self._db.keyring())
         size = self._db.limits.ids_per_statement
         query, key = _IMPORTED, migrated.c.tag
-        async for rows in pages(self._db.runner.data.read, query, key, size, lambda *row: row):
+        async for rows in pages(
+            self._db.runner.retried_data.read, query, key, size, lambda *row: row
+        ):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self.needed_features.add(FeatureName.MIGRATION)
@@ -297,12 +299,12 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         stored_tags = {
             tag
             for column, query in _OWNER_TAGS.items()
-            for (tag,) in await rows_where(db.runner.data.read, query, column, owners)
+            for (tag,) in await rows_where(db.runner.retried_data.read, query, column, owners)
         }
         lost = [row for row in rows if row.owner not in stored_tags and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has
         # then also deleted the data keys.  So report only data keys that still exist.
-        stored_keys = await read_data_keys(db.runner.key_tables.read, [row.owner for row in lost])
+        stored_keys = await read_data_keys(db.runner.retried_keys.read, [row.owner for row in lost])
         stored_ids = {key.id for key in stored_keys.data_keys}
         for row in lost:
             if row.id in stored_ids or not isinstance(row.owner, bytes):

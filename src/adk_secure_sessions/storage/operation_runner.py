@@ -265,7 +265,7 @@ def empty_caches() -> None:
 class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
-    *backends* is None if only `data` and `key_tables` are used.
+    *backends* is None if only `retried_data` and `retried_keys` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
     keys or the caches are used.  *keyring_pause*: see `reread_keyring`.
@@ -295,11 +295,11 @@ class OperationRunner:
         return self._backends
 
     @property
-    def data(self) -> RetryingExecutor:
+    def retried_data(self) -> RetryingExecutor:
         return RetryingExecutor(self.executors.data)
 
     @property
-    def key_tables(self) -> RetryingExecutor:
+    def retried_keys(self) -> RetryingExecutor:
         return RetryingExecutor(self.executors.key_tables)
 
     async def keyring(self) -> Keyring:
@@ -469,7 +469,7 @@ class OperationRunner:
         rereads = 0
         while True:
             old = database_keys.keyring
-            rows = await read_data_keys(self.key_tables.read, owner_tags)
+            rows = await read_data_keys(self.retried_keys.read, owner_tags)
             staged = TransactionKeys(
                 database_keys,
                 keyring_was_reread=rereads > 0,
