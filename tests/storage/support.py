@@ -24,7 +24,7 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import DATA_MASTER, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
-from adk_secure_sessions.storage.operation_runner import Attempt, KeySource
+from adk_secure_sessions.storage.operation_runner import Attempt, KeyRetryState, KeySource
 from adk_secure_sessions.storage.row_cache import RowCache
 from adk_secure_sessions.storage.schema import (
     NEVER,
@@ -270,7 +270,7 @@ class Stored:
 
     def attempt(self, keys: TransactionKeys) -> Attempt:
         cache = RowCache(10)
-        return Attempt(WHO, keys, cache, KeySource.QUERY, False, cache.entry_count)
+        return Attempt(WHO, keys, KeyRetryState(), cache, KeySource.QUERY, False, cache.entry_count)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

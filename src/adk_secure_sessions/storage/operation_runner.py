@@ -117,6 +117,7 @@ class Attempt(NamedTuple):
 
     identity: Identity
     keys: TransactionKeys
+    key_retries: KeyRetryState  # all attempts at one operation share and change it
     row_cache: RowCache
     key_source: KeySource
     may_use_cached_rows: (
@@ -126,7 +127,6 @@ class Attempt(NamedTuple):
     must_lock_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     commit_callbacks: list[Callable[[], None]] | None = None
     chooses_keys: bool = True  # whether to choose current data keys: for a write, or the cache
-    key_retries: KeyRetryState = KeyRetryState()
 
     @property
     def unknown_key_is_final(self) -> bool:
@@ -393,6 +393,7 @@ class OperationRunner:
             attempt = Attempt(
                 identity,
                 keys,
+                key_retries,
                 row_cache,
                 source,
                 may_use_cached_rows,
@@ -400,7 +401,6 @@ class OperationRunner:
                 must_lock_rows=retries is not None and retries.locks_rows,
                 commit_callbacks=[] if operation.writes else None,
                 chooses_keys=operation.writes or source is not KeySource.CACHE,
-                key_retries=key_retries,
             )
             may_use_cached_rows = False
             try:
