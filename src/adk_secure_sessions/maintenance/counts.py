@@ -20,7 +20,6 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.maintenance.row_scan import header_column, scan_data_keys
-from adk_secure_sessions.storage.operation_runner import read_data_keys
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
     SEALED,
@@ -198,7 +197,7 @@ def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]
 async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
     """Return the data keys of *owners*, by tag; without a readable row, the newest is current."""
     keys: dict[bytes, list[DataKeyRow]] = {}
-    for row in (await read_data_keys(db.runner.retried_keys.read, owners)).data_keys:
+    for row in (await db.runner.read_data_keys(owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
     key_id_of: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows

@@ -30,7 +30,6 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import Result, counted, counter, listing
 from adk_secure_sessions.storage import clusters, key_operations
-from adk_secure_sessions.storage.operation_runner import read_data_keys
 from adk_secure_sessions.storage.queries import MASTER_KEYS
 from adk_secure_sessions.storage.schema import (
     apps,
@@ -205,7 +204,7 @@ async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
 ) -> _DividedKeys:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
-    rows = (await read_data_keys(db.runner.retried_keys.read, [owner_tag])).data_keys
+    rows = (await db.runner.read_data_keys([owner_tag])).data_keys
     try:
         ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:

@@ -31,7 +31,6 @@ from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.imports import ImportMacs
 from adk_secure_sessions.storage.features.search_index import CheckIndexRows
-from adk_secure_sessions.storage.operation_runner import read_data_keys
 from adk_secure_sessions.storage.schema import (
     Identity,
     MigratedRow,
@@ -304,7 +303,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         lost = [row for row in rows if row.owner not in stored_tags and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has
         # then also deleted the data keys.  So report only data keys that still exist.
-        stored_keys = await read_data_keys(db.runner.retried_keys.read, [row.owner for row in lost])
+        stored_keys = await db.runner.read_data_keys([row.owner for row in lost])
         stored_ids = {key.id for key in stored_keys.data_keys}
         for row in lost:
             if row.id in stored_ids or not isinstance(row.owner, bytes):

@@ -460,6 +460,10 @@ class OperationRunner:
             return False
         return True
 
+    async def read_data_keys(self, owner_tags: Iterable[object]) -> sql.QueryRows:
+        """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
+        return await read_data_keys(self.retried_keys.read, owner_tags)
+
     async def unwrap_data_keys(self, *owner_tags: object) -> TransactionKeys:
         """Read and unwrap the data keys of some owners.
 
@@ -469,7 +473,7 @@ class OperationRunner:
         rereads = 0
         while True:
             old = database_keys.keyring
-            rows = await read_data_keys(self.retried_keys.read, owner_tags)
+            rows = await self.read_data_keys(owner_tags)
             staged = TransactionKeys(
                 database_keys,
                 keyring_was_reread=rereads > 0,
