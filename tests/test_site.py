@@ -153,8 +153,9 @@ SEARCHES = {
         "kms, kms cost, kubernetes, multi-tenant"
     ),
     "limits.html": (
-        "concurrent append error, last 50 events, list sessions slow, long conversation, max "
-        "event size, list sessions pagination, pagination, race condition, stale session"
+        "compaction, concurrent append error, last 50 events, list sessions slow, "
+        "long conversation, max event size, list sessions pagination, pagination, race condition, "
+        "stale session, tools and callbacks"
     ),
     "migrate.html": (
         "delete old plaintext, encrypt existing database, gdpr export, go back to adk, import "
