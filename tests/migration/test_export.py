@@ -642,7 +642,7 @@ def test_problems_are_named_without_content(file_url: str, tmp_path: Path) -> No
     said = run("export", *on(file_url), *output)
     assert said.code == 1
     assert "session " in said.stdout
-    stopped = "stopped there: to export the other sessions, delete the file of --jsonl"
+    stopped = "stopped there: to export the other sessions, run the same command again with --skip"
     assert stopped in said.stdout
     as_json = run("export", *on(file_url), *output, "--skip-bad", "--json")
     assert (as_json.code, as_json.json["bad"], as_json.json["stopped"]) == (1, 1, False)
@@ -718,7 +718,7 @@ def test_export_that_stops_says_how_to_continue(file_url: str, tmp_path: Path) -
     run_sql(file_url, "UPDATE secure_events SET event = x'00'")
     path = tmp_path / "a.jsonl"
     said = run("export", *on(file_url), "--jsonl", str(path), "--decrypt")
-    advice = "delete the file of --jsonl, if you gave one, and run the same command again with"
+    advice = f"delete '{path}', and then run the same command again with --skip-bad"
     assert (said.code, advice in said.stdout) == (1, True)
     path.unlink()
     again = run("export", *on(file_url), "--jsonl", str(path), "--decrypt", "--skip-bad")

@@ -66,6 +66,7 @@ def export(
     else:
         assert jsonl is not None
         result = _export_to_file(db, jsonl, "export", "sessions", migration.export_lines, **options)
+        result.file = None if jsonl == _STDOUT else jsonl
     print_result(result, err=jsonl == _STDOUT)
 
 

@@ -50,6 +50,7 @@ class Export(Result):
         different: How many of these sessions, and of the states, differ in the target.
         only_in_target: How many sessions only the target has; None without `verify`.
         findings: The first 1000 sessions and states that are bad or differ.
+        file: The file that `export --jsonl` wrote; None for stdout or a database.
         seconds: How long the run took.
     """
 
@@ -65,15 +66,17 @@ class Export(Result):
         "session", "only in the target", is_failure=True, default=None
     )
     findings: tuple[Finding, ...] = listing("bad", "different")
+    file: str | None = None
     seconds: float = 0.0
 
     def own_lines(self, dry_run: bool) -> Iterator[str]:
         if not (self.sessions or self.unchanged or self.states or self.bad):
             yield "there is nothing to export: if you gave --app or --user, check the name"
         if self.stopped:
+            after = "" if self.file is None else f"delete {self.file!r}, and then "
             yield (
-                "stopped there: to export the other sessions, delete the file of --jsonl, if you "
-                "gave one, and run the same command again with --skip-bad"
+                f"stopped there: to export the other sessions, {after}run the same command again "
+                "with --skip-bad"
             )
 
 
