@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.storage.key_operations import RenewKey
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.schema import metadata, users
-from tests.faults import Point, lost, with_faults
+from tests.faults import Faults, Point, lost, with_faults
 from tests.maintenance.support import (
     APP,
     OLD,
@@ -610,14 +610,21 @@ async def test_data_key_whose_header_was_modified_keeps_its_master(file_url: str
     await assert_whole(file_url, AES)
 
 
-async def test_retire_counts_keys_whose_deletion_was_answered_by_a_lost_connection(
-    file_url: str,
-) -> None:
-    await filled(file_url)
-    db, faults = with_faults(lambda: Database(file_url, AES))
+@contextlib.asynccontextmanager
+async def rotated_with_faults(url: str) -> AsyncIterator[tuple[Database, Faults]]:
+    """Yield a filled database whose master and data keys were rotated, but not retired."""
+    await filled(url)
+    db, faults = with_faults(lambda: Database(url, AES))
     async with db:
         await rotate_master(db)
         await rotate_data(db)
+        yield db, faults
+
+
+async def test_retire_counts_keys_whose_deletion_was_answered_by_a_lost_connection(
+    file_url: str,
+) -> None:
+    async with rotated_with_faults(file_url) as (db, faults):
         is_lost = itertools.cycle([True, False])
         plan = faults.data.after(Point.RUN, lost(), nth=None, when=lambda *_: next(is_lost))
         retired = await retire(db)
@@ -630,11 +637,7 @@ async def test_retire_counts_no_key_that_stays_after_a_rollback(
     owners: int, deleted: tuple[int, int], file_url: str
 ) -> None:
     """After *owners*, another node's transaction adds a key, and so undoes the next deletion."""
-    await filled(file_url)
-    db, faults = with_faults(lambda: Database(file_url, AES))
-    async with db:
-        await rotate_master(db)
-        await rotate_data(db)
+    async with rotated_with_faults(file_url) as (db, faults):
         old_master = "(SELECT wrapped FROM secure_data_keys ORDER BY generation LIMIT 1)"
         ((old_key,),) = query(file_url, f"SELECT {old_master}")
 
