@@ -56,7 +56,8 @@ def test_every_command_works_on_a_database_from_init_to_purge(url: str, place: s
     shown = run("debug", "inspect", "secure_events", "--db", url, "--limit", "2", "--json")
     assert [one["backend_id"] for one in shown.json["rows"]] == ["1", "1"]
     would = run("purge", "sessions", *on(url, "env:NEW_KEY"), "--older-than", "999999w")
-    assert would.stdout.endswith("1-01-01 00:00 UTC\n")
+    # The C library of the system decides how many digits a year has.
+    assert re.search(r"have expired or were last used before 0*1-01-01 00:00 UTC\n$", would.stdout)
     would = run("purge", "sessions", *on(url, "env:NEW_KEY"), "--older-than", "90d", "--dry-run")
     assert (would.code, would.stderr) == (0, "")
     assert re.fullmatch(
