@@ -289,9 +289,7 @@ def fork_while_a_thread_writes(say: Say, url: str) -> None:
                     assert asyncio.run(append_to(one, "s")) > 0
 
         with ThreadPoolExecutor() as threads:
-            writing = threads.submit(
-                lambda: asyncio.run(service._runner.retried_data.run_sync(write))
-            )
+            writing = threads.submit(lambda: asyncio.run(service._runner.data.run_sync(write)))
             begun.wait()
             assert ended(forked(child)) == 0
             writing.result()

@@ -211,9 +211,7 @@ class Database(HoldsSecrets, ClosedByWith):
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
         """Return the function that reads *table*, a key table or another one."""
-        return (
-            self.runner.retried_keys if table in (keyring, data_keys) else self.runner.retried_data
-        ).read
+        return (self.runner.keys if table in (keyring, data_keys) else self.runner.data).read
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
@@ -226,7 +224,7 @@ class Database(HoldsSecrets, ClosedByWith):
         if is_recorded or not keyring.has_audit_table or keyring.separation is not None:
             return
         is_listed = FeatureName.AUDIT in keyring.features
-        if not is_listed and await self.runner.retried_data.read(_ANY_RECORD, {}):
+        if not is_listed and await self.runner.data.read(_ANY_RECORD, {}):
             self.unlisted_features.add(FeatureName.AUDIT)
         if command is None:
             return

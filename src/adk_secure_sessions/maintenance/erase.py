@@ -153,7 +153,7 @@ async def erase_user(
     # A list of features without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
     find_table = partial(has_table, table=migrated)
-    has_migration_table = await db.runner.retried_data.run_sync(find_table, commit=False)
+    has_migration_table = await db.runner.data.run_sync(find_table, commit=False)
     if has_migration_table and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
     headers: set[bytes] = set()
@@ -168,9 +168,9 @@ async def erase_user(
         deleted |= _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
 
     if has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        await db.runner.retried_keys.run_sync(partial(delete, deletes_rows=False))
+        await db.runner.keys.run_sync(partial(delete, deletes_rows=False))
     try:
-        await db.runner.retried_data.run_sync(partial(delete, deletes_keys=not has_key_database))
+        await db.runner.data.run_sync(partial(delete, deletes_keys=not has_key_database))
     except SecureSessionError as error:
         if dry_run or not (has_key_database and deleted[data_keys.name]):
             raise

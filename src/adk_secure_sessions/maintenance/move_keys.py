@@ -152,7 +152,7 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run_id = secrets.token_hex(16)
-        data, keys = db.runner.retried_data, db.runner.retried_keys
+        data, keys = db.runner.data, db.runner.keys
         self._to: KeyPlace = to
         self._to_key_db = to == "key-db"
         self._source, self._target = (data, keys) if self._to_key_db else (keys, data)
@@ -174,7 +174,7 @@ class _Move:
                 await side.run_sync(partial(self._claim, survey.meta_rows))
         if not state.is_switched:
             await self._park_and_copy(state)
-            await self._db.runner.retried_data.run_sync(self._switch)
+            await self._db.runner.data.run_sync(self._switch)
             state = await self._survey_and_check()
         source, target = state.source, state.target
         target_keys = await _fingerprint(self._target)
@@ -194,7 +194,7 @@ class _Move:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_unchecked()
         backends = self._db.runner.backends
-        await self._db.runner.retried_keys.run_sync(_reject_in_memory, commit=False)
+        await self._db.runner.keys.run_sync(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
         if data.database_id is None:

@@ -157,7 +157,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
     All events of one session are one tuple.
     """
-    read = db.runner.retried_data.read
+    read = db.runner.data.read
     for key, query in _ORPHAN_QUERIES.items():
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.

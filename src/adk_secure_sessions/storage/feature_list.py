@@ -179,9 +179,9 @@ class Feature:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
                 create = partial(create_table_of, self._name, may_create=self._create_table)
-                await self._runner.retried_data.run_sync(create)
+                await self._runner.data.run_sync(create)
             # If the process stops before this, the next call adds the feature.
-            await self._runner.retried_keys.run_sync(partial(add_feature, self._name, keyring))
+            await self._runner.keys.run_sync(partial(add_feature, self._name, keyring))
             self._ensured_keyring = keyring
 
     async def is_added(self) -> bool:
@@ -191,9 +191,7 @@ class Feature:
             return True
         # Read the table before the list of features.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
-        has_rows = await self._runner.retried_data.run_sync(
-            partial(_has_rows_of, self._name), commit=False
-        )
+        has_rows = await self._runner.data.run_sync(partial(_has_rows_of, self._name), commit=False)
         if await self._is_listed(keyring):
             self._ensured_keyring = keyring
             return True
@@ -206,6 +204,6 @@ class Feature:
 
     async def _is_listed(self, keyring: Keyring) -> bool:
         """Return whether the authenticated list of features contains the feature."""
-        survey = await self._runner.retried_keys.run_sync(take_survey, commit=False)
+        survey = await self._runner.keys.run_sync(take_survey, commit=False)
         _check_list(survey, keyring)
         return self._name in survey.features

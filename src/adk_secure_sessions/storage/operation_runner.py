@@ -265,7 +265,7 @@ def empty_caches() -> None:
 class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
-    *backends* is None if only `retried_data` and `retried_keys` are used.
+    *backends* is None if only `data` and `keys` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
     keys or the caches are used.  *keyring_pause*: see `reread_keyring`.
@@ -295,11 +295,11 @@ class OperationRunner:
         return self._backends
 
     @property
-    def retried_data(self) -> RetryingExecutor:
+    def data(self) -> RetryingExecutor:
         return RetryingExecutor(self.executors.data)
 
     @property
-    def retried_keys(self) -> RetryingExecutor:
+    def keys(self) -> RetryingExecutor:
         return RetryingExecutor(self.executors.key_tables)
 
     async def keyring(self) -> Keyring:
@@ -462,7 +462,7 @@ class OperationRunner:
 
     async def read_data_keys(self, owner_tags: Iterable[object]) -> sql.QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
-        return await read_data_keys(self.retried_keys.read, owner_tags)
+        return await read_data_keys(self.keys.read, owner_tags)
 
     async def unwrap_data_keys(self, *owner_tags: object) -> TransactionKeys:
         """Read and unwrap the data keys of some owners.

@@ -87,9 +87,7 @@ class SearchIndex:
         keyring = await self._runner.keyring()
         tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in wanted)
         if tags:
-            await self._runner.retried_data.run_sync(
-                partial(index_rows.declare, keyring, app_name, tags)
-            )
+            await self._runner.data.run_sync(partial(index_rows.declare, keyring, app_name, tags))
         keyring.indexed_key_tags.update(tags)
         return tags
 
