@@ -80,14 +80,10 @@ class SearchIndex:
         From now on, this process and each process that opens the database later maintains the rows
         of these keys.  If the app has no sessions yet, it can be searched by these keys at once.
         """
-        wanted = list(keys)
-        for key in wanted:
-            index_rows.check_key(key)
         await self._feature.ensure()
         keyring = await self._runner.keyring()
-        tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in wanted)
-        if tags:
-            await self._runner.data.run_sync(partial(index_rows.declare, keyring, app_name, tags))
+        tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in keys)
+        await self._runner.data.run_sync(partial(index_rows.declare, keyring, app_name, tags))
         keyring.indexed_key_tags.update(tags)
         return tags
 
