@@ -6,7 +6,7 @@ seconds.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, tzinfo
 from typing import Any
 
@@ -94,10 +94,6 @@ def require_valid_ids(app_name: str, user_id: str = "", session_id: str = "") ->
 
 
 # --- Events --------------------------------------------------------------------------------------
-
-# A function that converts the columns of one event.  If the event cannot be read, the function
-# raises any kind of error.
-EventReader = Callable[[Row, tzinfo | None], SourceEvent]
 
 JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 

@@ -21,7 +21,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import is_unicode
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
-from adk_secure_sessions.migration.adk_rows import EventReader, Row
+from adk_secure_sessions.migration.adk_rows import Row
 from adk_secure_sessions.migration.pickled_actions import PickleReader, PickleReaderError
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
@@ -149,12 +149,10 @@ class AdkQueries:
         )
         column_names = {column["name"] for column in inspector.get_columns("events")}
         columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
-        self._read_event: EventReader = adk_rows.convert_json_row
         self.pickles: PickleReader | None = None  # of schema v0
         if self.kind is TableKind.ADK_V0:
             columns = adk_rows.PICKLED_COLUMNS
             self.pickles = PickleReader()
-            self._read_event = partial(adk_rows.convert_pickle_row, self.pickles)
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
             self._text(_EVENTS.c[name]) if name in column_names else sa.null() for name in columns
@@ -331,7 +329,9 @@ class AdkQueries:
 
     def convert_event(self, row: Row) -> SourceEvent:
         """Convert an event, or raise any kind of error; only ConversionError has a reason."""
-        return self._read_event(row, self._events_zone)
+        if self.pickles is not None:
+            return adk_rows.convert_pickle_row(self.pickles, row, self._events_zone)
+        return adk_rows.convert_json_row(row, self._events_zone)
 
     def state_page(
         self,
