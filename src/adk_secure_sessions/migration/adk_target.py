@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy as sa
 from google.adk.events import Event
@@ -24,7 +24,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import UniqueViolation, retried
+from adk_secure_sessions.db.protocol import RetryingExecutor, UniqueViolation, retried
 from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text
@@ -49,7 +49,6 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.storage.features.imports import SourceEvent
 
-T = TypeVar("T")
 MISSING = "the target does not have it"
 _MICROSECOND = timedelta(microseconds=1)
 # Codes of errors for a value that a column cannot hold: PostgreSQL's "data exception" and "program
@@ -96,7 +95,7 @@ class AdkTarget(ClosedByWith):
         """Create the tables that do not exist.  A new SQLite file can be read only by its owner."""
         if self._file is not None:
             create_private_file(self._file)
-        await self._run(_create_tables, commit=True)
+        await RetryingExecutor(self._executor).run_sync(_create_tables)
         self._reader = AdkTables(self._url)
         self.is_open = True
 
@@ -195,7 +194,8 @@ class AdkTarget(ClosedByWith):
             is_exactly(self._dialect, column, name) for column, name in names if name is not None
         ]
         query = sa.select(sa.func.count()).select_from(ADK_SESSIONS).where(*conditions)
-        return int(await self._run(lambda connection: connection.scalar(query) or 0, commit=False))
+        run = RetryingExecutor(self._executor).run_sync
+        return int(await run(lambda connection: connection.scalar(query) or 0, commit=False))
 
     # --- conversion ------------------------------------------------------------------------------
 
@@ -300,10 +300,6 @@ class AdkTarget(ClosedByWith):
             return None
 
         return await retried(attempt, writes=True)
-
-    async def _run(self, work: Callable[[sa.Connection], T], *, commit: bool) -> T:
-        run = partial(self._executor.run_sync, work, commit=commit)
-        return await retried(run, writes=commit)
 
 
 def create_private_file(path: Path) -> None:
