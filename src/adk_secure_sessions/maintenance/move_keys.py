@@ -29,7 +29,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import RetryingExecutor
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
-from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow, open_keyring
+from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import each
@@ -37,6 +37,7 @@ from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import features_with_mac, load_features
+from adk_secure_sessions.storage.opening import open_surveyed
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
@@ -193,7 +194,6 @@ class _Move:
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_unchecked()
-        backends = self._db.runner.backends
         await self._db.runner.keys.run_sync(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
@@ -212,10 +212,8 @@ class _Move:
         source, target = (data, keys) if self._to_key_db else (keys, data)
         is_switched = is_in_key_db == self._to_key_db
         holder = target if is_switched else source  # has the valid keys
-        masters = [_unparked(row) for row in holder.master_rows]
-        root_key_id = backends.writing.root_key.key_id
-        unwrapped = await open_keyring(masters, backends.roots, root_key_id, holder.existing_id)
-        load_features(holder, unwrapped)
+        survey = holder._replace(master_rows=list(map(_unparked, holder.master_rows)))
+        unwrapped = await open_surveyed(survey, self._db.runner.backends)
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
             raise _opposite_move_error("db" if self._to_key_db else "key-db")

@@ -22,7 +22,6 @@ from adk_secure_sessions.keys.keyring import (
     Keyring,
     MasterKeyRow,
     SeparationState,
-    open_keyring,
     rewrap_master_key,
 )
 from adk_secure_sessions.maintenance.counts import count_records, select_count
@@ -40,6 +39,7 @@ from adk_secure_sessions.storage.feature_list import (
     load_features,
     separation_rows,
 )
+from adk_secure_sessions.storage.opening import open_surveyed
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
 from adk_secure_sessions.storage.survey import FeatureName, Survey, TableSet, require_usable
 
@@ -204,10 +204,7 @@ async def _complete_new_id(db: Database) -> None:
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
-    backends, rows = db.runner.backends, survey.master_rows
-    root_key_id = backends.writing.root_key.key_id
-    keyring = await open_keyring(rows, backends.roots, root_key_id, survey.existing_id)
-    load_features(survey, keyring)
+    await open_surveyed(survey, db.runner.backends)
     await db.runner.data.run_sync(partial(_store_new_id, old_id, survey.existing_id.hex()))
 
 

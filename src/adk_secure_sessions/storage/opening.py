@@ -144,19 +144,9 @@ async def _open(
     *,
     is_service: bool = False,
 ) -> Keyring:
-    database_id = survey.existing_id
-    if known is not None and known.database_id != database_id:
+    if known is not None and known.database_id != survey.existing_id:
         raise ConfigurationError(REPLACED)
-    keyring = await open_keyring(
-        survey.master_rows,
-        backends.roots,
-        backends.writing.root_key.key_id,
-        database_id,
-        known,
-        is_service=is_service,
-        row_count=survey.master_row_count,
-    )
-    load_features(survey, keyring)
+    keyring = await open_surveyed(survey, backends, known, is_service=is_service)
     if known is not None:
         keyring.indexed_key_tags = known.indexed_key_tags
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
@@ -172,6 +162,23 @@ async def _open(
         keyring.indexed_key_tags.update(
             tag for tag, state in marks if isinstance(tag, bytes) and state is not None
         )
+    return keyring
+
+
+async def open_surveyed(
+    survey: Survey, backends: Backends, known: Keyring | None = None, *, is_service: bool = False
+) -> Keyring:
+    """Unwrap the keyring of *survey* as `open_keyring` does, and authenticate the features."""
+    keyring = await open_keyring(
+        survey.master_rows,
+        backends.roots,
+        backends.writing.root_key.key_id,
+        survey.existing_id,
+        known,
+        is_service=is_service,
+        row_count=survey.master_row_count,
+    )
+    load_features(survey, keyring)
     return keyring
 
 
