@@ -13,7 +13,7 @@ importing google-adk takes seconds.
 import json
 from collections.abc import AsyncIterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH
 from adk_secure_sessions.errors import Reason, TamperedError
@@ -23,12 +23,11 @@ from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.artifact_store import ArtifactStore
 from adk_secure_sessions.integrations.blob_store import BLOB_ID, Blob
-from adk_secure_sessions.storage.features.collections import Collection, Collections
+from adk_secure_sessions.storage.features.collections import Address, Collection, Collections
 from adk_secure_sessions.storage.schema import events
 
 _KIND = "artifact"  # the first part of the names of our collections
 USER_PREFIX = "user:"  # the names of artifacts without a session begin with it
-Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 
 
 @dataclass(frozen=True, slots=True, repr=False)

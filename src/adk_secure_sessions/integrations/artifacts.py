@@ -27,7 +27,6 @@ from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.artifact_store import AnyStore, as_store
 from adk_secure_sessions.integrations.artifact_versions import (
     USER_PREFIX,
-    Address,
     Version,
     add_version,
     collection_name,
@@ -37,6 +36,7 @@ from adk_secure_sessions.integrations.artifact_versions import (
 )
 from adk_secure_sessions.integrations.blob_store import Blob
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
+from adk_secure_sessions.storage.features.collections import Address
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.memory_index import Entry, NewItem, UserMemory, paced
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import writes
-from adk_secure_sessions.storage.features.collections import Collection
+from adk_secure_sessions.storage.features.collections import Address, Collection
 from adk_secure_sessions.storage.schema import SessionVersion, events
 
 _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
@@ -90,9 +90,6 @@ class MemoryRanker(Protocol):
         package does not encrypt texts or vectors that a ranker stores or sends to a server.
         """
         ...
-
-
-_Address: TypeAlias = tuple[str, str, str]  # the app, the user and the name of the collection
 
 
 class _PlannedItem(NamedTuple):
@@ -374,7 +371,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         runner = self._collections.runner
         return await runner.cached_object(key, lambda: Lru(self._cache_entries))
 
-    async def _up_to_date(self, cache: "_Cache", address: _Address) -> UserMemory | None:
+    async def _up_to_date(self, cache: "_Cache", address: Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
         async with self._reads.lock(address):
             memory = cache.get(address)
@@ -402,10 +399,10 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
 
 reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
 
-_Cache: TypeAlias = Lru[_Address, UserMemory]
+_Cache: TypeAlias = Lru[Address, UserMemory]
 
 
-def _cache_memory(cache: _Cache, address: _Address, memory: UserMemory) -> None:
+def _cache_memory(cache: _Cache, address: Address, memory: UserMemory) -> None:
     cache.put(address, memory, len(memory.entries) + _USER_SIZE)
 
 
