@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.maintenance.counts import backend_name
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.row_scan import header_column, select_id_by_tag
+from adk_secure_sessions.maintenance.row_scan import header_column, key_text, select_id_by_tag
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -156,7 +156,7 @@ async def record_headers(
     rows = await db.reader_of(source)(_select_headers(column, row is not None), parameters)
     found = []
     for length, header, root_key_id, is_collection, *key in rows:
-        name = ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
+        name = key_text(*key)
         ids = None if source is keyring else parse_header_or_none(header)
         backend_id, key_id = ids or (None, None)
         kind = {None: None, True: "collection", False: "session"}[is_collection]

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.row_scan import key_text
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
@@ -164,8 +165,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
             walked = sessions.c.id if key.name == "session_row" else key
             async for row_range in row_ranges(read, walked, db.limits.ids_per_statement):
                 for row, number in await row_range.read(read, query, key):
-                    name = row.hex() if isinstance(row, bytes) else str(row)
-                    yield key.table.name, name, number
+                    yield key.table.name, key_text(row), number
 
 
 async def reject_orphans(db: Database) -> None:

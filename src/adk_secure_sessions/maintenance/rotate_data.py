@@ -32,6 +32,7 @@ from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
     app_name_of,
     header_column,
+    key_text,
     scan_owners,
     scan_sessions_of_user,
 )
@@ -146,8 +147,7 @@ class _EncryptedRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The row's primary key as text, for messages."""
-        return ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in self.key)
+        return key_text(*self.key)
 
 
 async def _records_of_owner(

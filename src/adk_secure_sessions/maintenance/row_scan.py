@@ -61,6 +61,11 @@ async def each(walk: AsyncIterator[Sequence[T]]) -> AsyncIterator[T]:
             yield item
 
 
+def key_text(*key: object) -> str:
+    """Return a primary key as text for messages; tags are in hexadecimal."""
+    return ", ".join(part.hex() if isinstance(part, bytes) else str(part) for part in key)
+
+
 async def scan_sessions(
     db: Database, query: sa.Select[Any] | None = None, **parameters: object
 ) -> AsyncIterator[list[ScannedSession]]:
