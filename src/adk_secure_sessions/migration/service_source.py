@@ -103,8 +103,7 @@ class ServiceSource(Source):
                 if self._compares_events:
                     self._contents = await self._read(batch, counts_events=True)
                     batch = list(self._contents)
-                if batch:
-                    yield batch
+                yield batch
         self._contents = {}
 
     async def read(self, sessions: Sequence[ListedSession]) -> Mapping[ListedSession, _Content]:

@@ -117,11 +117,9 @@ class SourceScan:
             items = await self._session_items(batch)
             for item in items:
                 self._tags.add((item.tag,))
-            if unread := [item for item in items if item.status not in self.statuses_to_read]:
-                yield unread
+            yield [item for item in items if item.status not in self.statuses_to_read]
             due = [item for item in items if item.status in self.statuses_to_read]
-            if items_read := await self._with_contents(due):
-                yield items_read
+            yield await self._with_contents(due)
 
     async def _list_sessions(self) -> AsyncIterator[Sequence[ListedSession]]:
         async for batch in self.source.sessions(self.selection):
