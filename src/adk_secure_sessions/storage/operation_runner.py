@@ -420,7 +420,7 @@ class OperationRunner:
                     for row in key_retries.unconfirmed_keys:
                         if keys.has_accepted(row):
                             _record_data_key(database_keys.keyring, row)
-                    _cache_identity(opened, identity)
+                    _cache_identity(opened, row_cache, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 # A new data key is stored only if the keyring that we have read is current.  So
@@ -573,15 +573,14 @@ class OperationRunner:
         return row
 
 
-def _cache_identity(opened: _OpenState, identity: Identity) -> None:
-    """Cache *identity* if its rows are cached: computing tags takes a seventh of an empty read."""
+def _cache_identity(opened: _OpenState, rows: RowCache, identity: Identity) -> None:
+    """Cache *identity* if *rows* has its rows: computing tags takes a seventh of an empty read.
+
+    An operation that bypasses the row cache has none: some commands know only the tag of a user.
+    """
     ids = (identity.app_name, identity.user_id, identity.session_id, identity.is_collection)
     if opened.identities.get(ids) is identity:
         return
-    tag_of = opened.keys.keyring.index_master.tag_of
-    if not identity.user_id and identity.user_tag != tag_of(identity.app_name, ""):
-        return  # the identity of a command that knows only the tag of the user
-    rows = opened.row_cache
     owner = rows.users.get(identity.user_tag)
     if not identity.user_id:
         owner = owner or rows.apps.get(identity.app_tag)
