@@ -65,8 +65,7 @@ async def rotate_data_and_blobs(
     store = as_store(store)
     blobs = await blobs_of_database(db, store)
     run = _BlobRotationRun(db, blobs, store, dry_run=dry_run)
-    await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.result
+    return await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
 
 
 class _BlobRotationRun(DataRotationRun):

@@ -123,8 +123,7 @@ async def rotate_data(
             does not decrypt.  The records that are already re-encrypted keep their new data keys.
     """
     run = DataRotationRun(db, dry_run=dry_run)
-    await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.result
+    return await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
 
 
 # --- the records of one owner --------------------------------------------------------------------

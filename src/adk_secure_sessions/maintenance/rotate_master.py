@@ -91,8 +91,7 @@ async def rotate_master(
             creation of a key is after the year 9999.
     """
     run = _MasterRotationRun(db, "master", MasterRotation(), dry_run=dry_run)
-    await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
-    return run.result
+    return await run.run(restart=restart, progress=progress, rows_per_second=rows_per_second)
 
 
 class _MasterRotationRun(RotationRun[MasterRotation]):

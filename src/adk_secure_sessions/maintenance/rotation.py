@@ -154,7 +154,7 @@ class RotationRun(ABC, Generic[R]):
 
     async def run(
         self, *, restart: bool, progress: Progress | None, rows_per_second: float | None
-    ) -> None:
+    ) -> R:
         """Continue the unfinished rotation; begin a new one if there is none, or with *restart*."""
         self._meter = Meter(progress, await self._check_and_count_rows(), rows_per_second)
         await self._read_or_store_checkpoint(restart=restart)
@@ -173,6 +173,7 @@ class RotationRun(ABC, Generic[R]):
         else:
             await self._db.runner.data.run_sync(self._remove_checkpoint)
         self._meter.finish()
+        return self.result
 
     @abstractmethod
     async def _check_and_count_rows(self) -> int:
