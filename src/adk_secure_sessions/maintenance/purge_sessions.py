@@ -16,7 +16,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, each, is_stored, scan_sessions
 from adk_secure_sessions.results import Result, counter, listing, utc_text
 from adk_secure_sessions.storage import writes
-from adk_secure_sessions.storage.schema import IS_COLLECTION, SessionRow, sessions
+from adk_secure_sessions.storage.schema import IS_COLLECTION, StoredSession, sessions
 
 
 @dataclass
@@ -84,8 +84,8 @@ async def purge_sessions(
             raise ConfigurationError("older_than must not be negative")
         before = cutoff = time_ago(older_than)
 
-    def is_outdated(row: SessionRow) -> bool:
-        return row.updated_at < cutoff or row.expires_at <= now
+    def is_outdated(session: StoredSession) -> bool:
+        return session.row.updated_at < cutoff or session.row.expires_at <= now
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": cutoff, "now": now}
@@ -100,9 +100,7 @@ async def purge_sessions(
             ids = stored.require_ids()
             if app_name not in (None, ids.app_name) or user_id not in (None, ids.user_id):
                 continue
-            deletion = writes.DeleteSession(
-                await db.runner.identify(*ids), lambda session: is_outdated(session.row)
-            )
+            deletion = writes.DeleteSession(await db.runner.identify(*ids), is_outdated)
             is_deleted = bool(dry_run or await db.runner.run(deletion))
         except DecryptionError as error:
             problems.add_error(error, sessions.name, stored.id)
