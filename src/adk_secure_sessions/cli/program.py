@@ -233,9 +233,8 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader of the output has ended: click exits with 1
         raise
     except SecureSessionError as error:
-        name, message = type(error).__name__, str(error)
-        retryable = getattr(error, "retryable", False)
-        raise Failure(message, name, retryable=retryable) from None
+        name = type(error).__name__
+        raise Failure(str(error), name, retryable=error.retryable) from None
     except OSError as error:
         raise _os_failure(error) from None
 
