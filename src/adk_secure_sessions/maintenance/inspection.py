@@ -110,15 +110,15 @@ async def lookup(
         raise ConfigurationError(
             "a session id or a collection is unique only for one user: give the user id, too"
         )
-    index_master = (await db.keyring()).index_master
-    tags = [("app", apps, index_master.tag_of(app_name))]
+    ids = await db.runner.identify(app_name, user_id or "", session_id or "")
+    tags = [("app", apps, ids.app_tag)]
     if user_id is not None:
-        tags.append(("user", users, index_master.tag_of(app_name, user_id)))
+        tags.append(("user", users, ids.user_tag))
         if session_id is not None:
-            tags.append(("session", sessions, index_master.tag_of(app_name, user_id, session_id)))
+            tags.append(("session", sessions, ids.session_tag))
         if collection is not None:
-            tag = index_master.mac("collection", app_name, user_id, collection)
-            tags.append(("collection", sessions, tag))
+            ids = await db.runner.identify(app_name, user_id, collection, is_collection=True)
+            tags.append(("collection", sessions, ids.session_tag))
     locations = []
     for kind, table, tag in tags:
         rows = await db.runner.data.read(select_id_by_tag(table), {"tag": tag})
