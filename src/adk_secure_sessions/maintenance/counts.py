@@ -115,7 +115,7 @@ def clamped(number: Any) -> int:
 
 
 async def count_records(
-    db: Database, meter: Meter, since: int = 0, keyring: Keyring | None = None
+    db: Database, meter: Meter, since: int, keyring: Keyring | None = None
 ) -> tuple[tuple[RecordCount, ...], int]:
     """Return the record counts by table and backend, and the number of spare data keys.
 
