@@ -232,10 +232,7 @@ def decode_text(data: object) -> str:
 
 
 def require_bytes(value: object) -> bytes:
-    """Return *value*, which was read from a binary column; TamperedError if it is not bytes.
-
-    SQLite stores any type in any column, so a modified row may hold another type.
-    """
+    """Return *value*, which was read from a binary column; TamperedError if it is not bytes."""
     if not isinstance(value, bytes):
         raise TamperedError("a binary column holds a value of another type", Reason.MALFORMED)
     return value
@@ -257,7 +254,7 @@ def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
     count = len(numbers)
     try:
         return prefix + _INTEGERS[count].pack(8 * count, *numbers)
-    except error:  # SQLite stores any type in any column, so a modified row may hold any type
+    except error:  # a modified row may hold any type: see `storage.schema`
         detail = "an integer column holds a value of another type"
         raise TamperedError(detail, Reason.MALFORMED) from None
 
@@ -295,10 +292,7 @@ def build_header(backend_id: int, key_id: int) -> bytes:
 
 
 def parse_header(record: object) -> tuple[int, int]:
-    """Return the backend id and the key id in a record's header, which is not authenticated yet.
-
-    SQLite stores any type in any column: in a modified row, *record* can have another type.
-    """
+    """Return the backend id and the key id in a record's header, which is not authenticated yet."""
     if not record:
         raise TamperedError("its encrypted value was removed", Reason.MISSING)
     if not isinstance(record, bytes) or not record.startswith(MAGIC):

@@ -423,10 +423,7 @@ class _KeyringBuilder:
 
 
 def _fault(row: MasterKeyRow) -> str | None:
-    """Return why *row* is malformed; None if it is well-formed.
-
-    SQLite stores any type in any column, so a modified row may contain any type.
-    """
+    """Return why *row*, in which values may have any type, is malformed; None if it is not."""
     row_id, purpose, root_key_id, created_at, wrapped = cast("tuple[object, ...]", row)
     if type(row_id) is not int or row_id not in _INTEGERS:
         return "its id is not an integer of 63 bits"

@@ -421,7 +421,7 @@ async def _delete(db: Database, chain: bytes, last: _LastRecord) -> bool:
     return is_deleted
 
 
-# SQLite stores any type in any column.  A text is less than any blob, and greater than any number.
+# In a modified row, SQLite compares a text as less than any blob, and greater than any number.
 _IS_BLOB = _columns.chain > sa.bindparam("empty", type_=sa.LargeBinary)
 _CHAINS = (
     sa.select(_columns.chain, sa.func.max(_columns.time)).where(_IS_BLOB).group_by(_columns.chain)

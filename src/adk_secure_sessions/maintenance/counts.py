@@ -185,7 +185,7 @@ class OwnerKeyRows(NamedTuple):
 
 def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]) -> OwnerKeyRows:
     """Divide *rows*; the current one is the newest in *named*, or of all if *named* has none."""
-    # SQLite stores any type in any column.  A key with a modified generation cannot be unwrapped.
+    # A modified generation may have another type: then, the key cannot be unwrapped.
     ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
     last_index = len(ordered) - 1
     index = max((n for n, row in enumerate(ordered) if row.id in named), default=last_index)

@@ -186,7 +186,7 @@ class Database(HoldsSecrets, ClosedByWith):
 
         data = self.runner.executors.data
         description = await retried(lambda: data.run_sync(work, commit=False))
-        # SQLite stores any type in any column, and the time is not authenticated.
+        # The time is not authenticated: a modified time may have another type.
         is_time = isinstance(description.updated_at, int)
         return description if is_time else description._replace(updated_at=None)
 

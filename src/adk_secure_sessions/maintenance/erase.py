@@ -346,8 +346,7 @@ class _Deletion:
             is_of_user = header_column(c.state).in_(self._headers)
         else:
             return []
-        # SQLite stores any type in any column, so a modified tag can have another type.  Therefore,
-        # convert the tags to bytes.
+        # A modified tag may have another type: convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(is_of_user)
         rows = self._connection.execute(query.with_for_update() if locks else query).all()
         self._collection_ids.update(row_id for row_id, _, is_collection in rows if is_collection)

@@ -311,7 +311,7 @@ async def _trail_status(db: Database, survey: Survey) -> TrailStatus | None:
     if audit_records.name not in survey.tables:
         return None
     ((records, chains, since),) = await db.runner.data.read(_TRAIL, {})
-    # SQLite stores any type in any column, so a time that was tampered with may be no integer.
+    # A modified time may have another type.
     return TrailStatus(int(records), int(chains), since if isinstance(since, int) else None)
 
 
@@ -350,7 +350,7 @@ async def _master_status(db: Database, row: MasterKeyRow, database_id: bytes) ->
         with suppress(WrongKeyError, DecryptionError):
             await unwrap_master_key(row, db.runner.backends.roots, database_id)
             is_unwrapped = True
-    # SQLite stores any type in any column, so a time that was tampered with may be no integer.
+    # A modified time may have another type.
     created_at = row.created_at if isinstance(row.created_at, int) else 0
     age = time.time() - created_at / 1_000_000
     return MasterKey(row.id, row.purpose, row.root_key_id, created_at, age, is_unwrapped)

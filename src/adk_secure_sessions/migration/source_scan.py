@@ -191,8 +191,7 @@ class SourceScan:
         read, key = target.runner.data.read, migrated.c.tag
         async for rows in pages(read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
-                # SQLite stores any type in any column, so a modified tag may have another type.
-                key_tag = tag if isinstance(tag, bytes) else b""
+                key_tag = tag if isinstance(tag, bytes) else b""  # a modified tag: any type
                 if (key_tag,) not in self._tags:
                     copies[key_tag] = row
         return copies

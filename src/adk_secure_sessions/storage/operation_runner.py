@@ -626,8 +626,7 @@ async def read_data_keys(
     *read* runs a query on the database that stores data keys.
     """
     rows = sql.QueryRows(())
-    # Skip tags that are not bytes: no data key has such an owner.  SQLite stores any type in any
-    # column, so a tag that somebody modified can have any type.
+    # A modified tag may have another type: no data key has such an owner.
     wanted = {tag for tag in owner_tags if isinstance(tag, bytes)} or {b""}
     for tags in sql.padded_chunks(wanted):
         part = sql.QueryRows(await read(sql.keys_of_owners(len(tags)), sql.list_parameters(tags)))

@@ -6,6 +6,9 @@ each row, so the service detects that one of them was replayed or removed: the r
 must equal the number of its events; the version of an app or a user must equal that of its version
 witness; and the version witness of a session contains the id of the session's row, and so proves
 that the row exists.
+
+SQLite stores any type in any column.  So until a row is authenticated, a value that somebody
+modified may have another type than its column.
 """
 
 import functools

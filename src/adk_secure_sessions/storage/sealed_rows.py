@@ -231,9 +231,8 @@ def check_events(session: StoredSession, event_rows: list[Row], first: int, last
     """
     expected = list(range(first, last + 1))
     if [row[EVENT_SEQ] for row in event_rows] != expected:
-        # A UNION ALL guarantees no order.  SQLite stores any type in any column, so a modified
-        # `seq` can have a type that cannot be compared with an integer.  Therefore, sort by texts.
-        # The texts are padded with zeros, so they have the same order as the integers.
+        # A UNION ALL guarantees no order.  A modified `seq` may have a type that cannot be compared
+        # with an integer.  So sort by texts: padded with zeros, they have the order of the numbers.
         event_rows.sort(
             key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
         )

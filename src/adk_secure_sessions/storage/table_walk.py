@@ -98,10 +98,7 @@ async def row_ranges(read: Reader, key: sa.Column[Any], size: int) -> AsyncItera
 
 
 def _end_of(rows: Sequence[Row], key: tuple[KeyColumn, ...]) -> Sequence[object]:
-    """Return the key of the last row, which the next page follows.
-
-    SQLite stores any type in any column: TamperedError if no page can continue after this one.
-    """
+    """Return the key of the last row; TamperedError if it has a type that no page can follow."""
     end: Sequence[object] = rows[-1][: len(key)]
     for column, value in zip(key, end, strict=True):
         if not isinstance(value, int | float | bytes) and not isinstance(column.type, sa.String):

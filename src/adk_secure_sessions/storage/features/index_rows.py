@@ -79,7 +79,7 @@ def mark_of(master: IndexMaster, key_tag: bytes, state: IndexState) -> StateInde
 
 def state_of_mark(master: IndexMaster, key_tag: object, mac: object) -> IndexState | None:
     """Return what a mark says; None if it is not authentic."""
-    if type(key_tag) is not bytes or type(mac) is not bytes:  # SQLite stores any type
+    if type(key_tag) is not bytes or type(mac) is not bytes:  # a modified row
         return None
     for state in IndexState:
         if hmac.compare_digest(mark_of(master, key_tag, state).value_tag, mac):
