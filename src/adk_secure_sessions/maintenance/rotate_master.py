@@ -26,7 +26,6 @@ from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.counts import count_data_keys, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.rotate_root import store_master_keys
 from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
     Rotation,
@@ -34,6 +33,7 @@ from adk_secure_sessions.maintenance.rotation import (
     after_creation,
     authenticated_data_masters,
     require_same_plaintext,
+    store_master_keys,
 )
 from adk_secure_sessions.maintenance.row_scan import KEY_IS_UNCHANGED, scan_data_keys
 from adk_secure_sessions.results import counter

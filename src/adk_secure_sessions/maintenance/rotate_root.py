@@ -1,22 +1,17 @@
 """Replace the root key: wrap the master keys (a few rows) with a new root key."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-
-import sqlalchemy as sa
 
 from adk_secure_sessions.audit import add_facts, audited_command
 from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
-from adk_secure_sessions.keys.keyring import MasterKeyRow, rewrap_master_key, unwrap_master_key
+from adk_secure_sessions.keys.keyring import rewrap_master_key, unwrap_master_key
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID
 from adk_secure_sessions.maintenance.database import Database
+from adk_secure_sessions.maintenance.rotation import store_master_keys
 from adk_secure_sessions.results import Result, counter
-from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.queries import MASTER_KEYS
-from adk_secure_sessions.storage.schema import keyring
-from adk_secure_sessions.storage.survey import Survey
 
 
 @dataclass
@@ -84,24 +79,3 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
             )
     ids = [tuple(row.id for row in group) for group in (old_rows, already_wrapped, plaintext)]
     return RootRotation(root.key_id, *ids)
-
-
-def store_master_keys(
-    known: Survey, new_rows: Sequence[MasterKeyRow], connection: sa.Connection
-) -> bool:
-    """Store the rows *new_rows*, in place of those with their ids, or none.
-
-    Return False if the keyring or the id of the database is not *known* any more: the old root key
-    may wrap an added row, and *new_rows* is bound to the id.
-    """
-    database_id = meta.read(connection, meta.DATABASE_ID, lock=True)  # other callers wait for it
-    stored_rows = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
-    if stored_rows != set(known.master_rows) or database_id != known.existing_id.hex():
-        # An earlier attempt may have been committed although its connection was lost.
-        return stored_rows.issuperset(new_rows)
-    ids = {row.id for row in stored_rows}
-    for row in new_rows:
-        update = sa.update(keyring).where(keyring.c.id == row.id)
-        change = update if row.id in ids else sa.insert(keyring)
-        connection.execute(change.values(row._asdict()))
-    return True

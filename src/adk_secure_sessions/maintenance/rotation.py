@@ -9,7 +9,7 @@ its time of creation.  So the stored time alone tells whether a key is older tha
 import hmac
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from adk_secure_sessions.maintenance.retire import Retirement
 from adk_secure_sessions.maintenance.row_scan import each
 from adk_secure_sessions.results import Result, counted, counter, listing, utc_text
 from adk_secure_sessions.storage import meta
-from adk_secure_sessions.storage.queries import DATA_KEYS
+from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import Survey
@@ -259,6 +259,27 @@ def require_same_plaintext(
         f"{table} row {row}: its new value does not decrypt, so the row was not replaced: "
         "check the backend and the memory of this computer, then repeat the command"
     )
+
+
+def store_master_keys(
+    expected: Survey, new_rows: Sequence[MasterKeyRow], connection: sa.Connection
+) -> bool:
+    """Insert *new_rows*, or replace the rows with the same ids.
+
+    Return False, and store nothing, if the keyring or the id of the database has changed from
+    *expected*: the old root key may wrap an added row, and *new_rows* are bound to the id.
+    """
+    database_id = meta.read(connection, meta.DATABASE_ID, lock=True)  # other callers wait for it
+    stored_rows = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
+    if stored_rows != set(expected.master_rows) or database_id != expected.existing_id.hex():
+        # An earlier attempt may have been committed although its connection was lost.
+        return stored_rows.issuperset(new_rows)
+    ids = {row.id for row in stored_rows}
+    for row in new_rows:
+        update = sa.update(keyring_table).where(keyring_table.c.id == row.id)
+        change = update if row.id in ids else sa.insert(keyring_table)
+        connection.execute(change.values(row._asdict()))
+    return True
 
 
 # --- times ---------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
-from adk_secure_sessions.maintenance.rotate_root import store_master_keys
-from adk_secure_sessions.maintenance.rotation import later_than_all_keys
+from adk_secure_sessions.maintenance.rotation import later_than_all_keys, store_master_keys
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import (
