@@ -49,7 +49,7 @@ class IndexChange(Result):
     users: int = counter("user", "compared with the search index")
     written: int = counter("row", "written to the search index")
     removed: int = counter("row", "deleted from the search index", shows_zero=True)
-    bad: int = counter("row", "cannot be decrypted, and not in the search index")
+    bad: int = counter("session or user row", "cannot be decrypted, and not in the search index")
     problems: tuple[Problem, ...] = listing()
     complete: bool = False
 
