@@ -104,9 +104,9 @@ class _MasterRotationRun(RotationRun[MasterRotation]):
     async def _before_passes(self) -> None:
         """Find the data master of this rotation; if there is none yet, create it.
 
-        Of the data masters that the root key of `backend` wraps, this is the newest, if it was
-        created since the rotation began.  After each attempt to add a data master, search again:
-        another process may have added one first.
+        It is the newest data master that the root key of `backend` wraps, if it was created since
+        the rotation began.  After each attempt to add a data master, search again: another process
+        may have added one first.
         """
         root = self._db.runner.backends.writing.root_key
         created: MasterKeyRow | None = None
