@@ -110,7 +110,7 @@ class AuditPurge(Result):
 @audit.unstored_command
 async def verify_audit(
     db: Database,
-    heads: Mapping[str, Iterable[str]] | None = None,
+    logs: Mapping[str, Iterable[str]] | None = None,
     *,
     progress: Progress | None = None,
     rows_per_second: float | None = None,
@@ -120,7 +120,7 @@ async def verify_audit(
     This function stores no record of its own, so it also works if the account may only read.
 
     Args:
-        heads: The lines of each audit log, by the name of the log.  Those with the event
+        logs: The lines of each audit log, by the name of the log.  Those with the event
             `audit.head` say how many records each chain had.  Without them, nobody can detect that
             the last records of a chain, or a whole chain, were removed.  A log without a head of
             the database is a problem, and so are two different heads of one record.
@@ -130,7 +130,7 @@ async def verify_audit(
         ConfigurationError: The database has no audit trail.
     """
     trail = await _open_checker(db, progress, rows_per_second)
-    result = AuditVerification(heads=trail.read_logs(heads) if heads else None)
+    result = AuditVerification(heads=trail.read_logs(logs) if logs else None)
     await trail.check_table()
     async for chain, _ in trail.chains():
         bad = trail.problems.count
@@ -256,8 +256,10 @@ class _TrailChecker:
         self.records = 0
         self.meter = meter
         self._db = db
-        self._logged: dict[bytes, dict[int, bytes]] = {}  # by chain, the links of logged heads
-        self._ends: dict[bytes, int] = {}  # by chain, the number of the last stored record
+        self._logged_links: dict[
+            bytes, dict[int, bytes]
+        ] = {}  # by chain, the links of logged heads
+        self._last_numbers: dict[bytes, int] = {}  # by chain, the number of the last stored record
 
     def add_bad(self, row: str, reason: Reason, detail: str) -> None:
         self.problems.add(audit_records.name, row, reason, detail)
@@ -293,14 +295,14 @@ class _TrailChecker:
             self.add_bad(chain.hex(), Reason.MALFORMED, detail)
             return None
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
-        logged = self._logged.get(chain, {})
+        logged = self._logged_links.get(chain, {})
         last_record: _LastRecord | None = None
         read, size, key = self._db.runner.data.read, self._db.limits.rows, _columns.number
         stored = pages(read, _RECORDS, key, size, lambda *row: row, chain=chain)
         async for number, moment, record in each(stored):
             await self.meter.advance()
             row = f"{chain.hex()}, {number}"
-            self._ends[chain] = number
+            self._last_numbers[chain] = number
             expected_number = 0 if last_record is None else last_record.number + 1
             # The link of the record before; None if that record is bad or was removed.
             previous_link = NO_AUDIT_LINK if last_record is None else last_record.link
@@ -337,15 +339,15 @@ class _TrailChecker:
                 detail = f"no line of the log {name!r} is a head of this database"
                 self.add_bad("", Reason.MISSING, detail)
             for chain, head_number, link in heads:
-                if self._logged.setdefault(chain, {}).setdefault(head_number, link) != link:
+                if self._logged_links.setdefault(chain, {}).setdefault(head_number, link) != link:
                     detail = "two different heads of it were logged: a line was added to a log"
                     self.add_bad(f"{chain.hex()}, {head_number}", Reason.MISMATCH, detail)
         return number
 
     def missing_heads(self) -> Iterator[tuple[str, str]]:
         """Yield each logged chain that is neither whole nor purged, and a detail."""
-        for chain, links in self._logged.items():
-            last, length = max(links), self._ends.get(chain, -1) + 1
+        for chain, links in self._logged_links.items():
+            last, length = max(links), self._last_numbers.get(chain, -1) + 1
             head = self.purged_heads.get(chain)
             if head and head.number >= last and links.get(head.number, head.link) == head.link:
                 continue
