@@ -258,7 +258,7 @@ def test_problems_of_suppressed_rows_are_not_added_again() -> None:
     for _ in range(2):
         for number in range(1500):
             problems.add("secure_events", number, Reason.MISMATCH, "bad")
-        problems.suppress_counted()
+        problems.ignore_counted_rows()
     assert (problems.count, len(problems.items), len(set(problems.items))) == (1500, 1000, 1000)
 
 

@@ -170,7 +170,7 @@ async def migrate_artifacts(
             else:
                 result.changed += 1
         await source.clean_up()
-    return run.findings.write_to(result)
+    return run.findings.copy_into(result)
 
 
 @dataclass(eq=False, repr=False)

@@ -130,7 +130,7 @@ async def check_blobs(db: Database, store: AnyStore) -> BlobCheck:
                 detail = "its blob is marked as deleted, by another copy of this database"
                 problems.add(events.name, row, Reason.MISMATCH, detail)
     result.blobs, result.unused = len(named), len(stored.keys() - named)
-    return problems.write_to(result)
+    return problems.copy_into(result)
 
 
 async def storage_error(
@@ -212,7 +212,7 @@ async def purge_blobs(
     if not dry_run:
         for name in withdrawn:
             await blobs.unmark(name)
-    result = problems.write_to(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
+    result = problems.copy_into(BlobPurge(withdrawn=len(withdrawn), kept=len(named)))
     if withdrawn or problems.count:
         return result
     await reject_orphans(db)

@@ -87,7 +87,7 @@ class _BlobRotationRun(DataRotationRun):
         return await super()._check_and_count_rows() + await count_items(self._db)
 
     async def _after_passes(self) -> None:
-        self._problems.suppress_counted()
+        self._problems.ignore_counted_rows()
         async for artifact in artifacts_of(self._db, self._problems):
             await self._rotate_artifact(*artifact)
             await self._reject_other_rotation()

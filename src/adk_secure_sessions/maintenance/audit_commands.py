@@ -147,7 +147,7 @@ async def verify_audit(
         trail.add_bad(row, Reason.MISSING, detail)
     trail.meter.finish()
     result.records, result.purged = trail.records, len(trail.purged_heads)
-    return trail.problems.write_to(result)
+    return trail.problems.copy_into(result)
 
 
 @audit.audited_command
@@ -191,7 +191,7 @@ async def export_audit(
     async for chain, _ in trail.chains():
         await trail.check(chain, export)
     trail.meter.finish()
-    return trail.problems.write_to(result)
+    return trail.problems.copy_into(result)
 
 
 @audit.audited_command
@@ -231,7 +231,7 @@ async def purge_audit(
         else:
             result.kept += 1
     trail.meter.finish()
-    return trail.problems.write_to(result)
+    return trail.problems.copy_into(result)
 
 
 class _LastRecord(NamedTuple):
@@ -256,9 +256,7 @@ class _TrailChecker:
         self.records = 0
         self.meter = meter
         self._db = db
-        self._logged_links: dict[
-            bytes, dict[int, bytes]
-        ] = {}  # by chain, the links of logged heads
+        self._logged_links: dict[bytes, dict[int, bytes]] = {}  # of heads, by chain
         self._last_numbers: dict[bytes, int] = {}  # by chain, the number of the last stored record
 
     def add_bad(self, row: str, reason: Reason, detail: str) -> None:

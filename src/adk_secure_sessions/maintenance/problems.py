@@ -88,21 +88,21 @@ class Problems(CappedList[Problem]):
     def __init__(self) -> None:
         super().__init__()
         # The rows that were counted, and whether later calls skip them.
-        self._skips: defaultdict[tuple[str, str], bool] = defaultdict(bool)
+        self._ignored: defaultdict[tuple[str, str], bool] = defaultdict(bool)
 
-    def suppress(self, table: str, row: object) -> None:
+    def ignore_row(self, table: str, row: object) -> None:
         """Make later calls skip *row*, which has been counted already."""
-        self._skips[table, str(row)] = True
+        self._ignored[table, str(row)] = True
 
-    def suppress_counted(self) -> None:
+    def ignore_counted_rows(self) -> None:
         """Make later calls skip all rows that have been counted, also those that are not listed."""
-        self._skips.update(dict.fromkeys(self._skips, True))
+        self._ignored.update(dict.fromkeys(self._ignored, True))
 
     def add(self, table: str, row: object, reason: Reason, detail: str) -> None:
         self.add_error(TamperedError(detail, reason), table, row)
 
     @contextmanager
-    def recording(self, table: str, row: object) -> Iterator[None]:
+    def collecting(self, table: str, row: object) -> Iterator[None]:
         """If the block raises DecryptionError, count and record that row; see `add_error`."""
         try:
             yield
@@ -117,13 +117,13 @@ class Problems(CappedList[Problem]):
         if error.table is not None and error.row is not None:
             table, row = error.table, error.row
         is_shared, name = table in _NEEDED_BY_OTHERS, (table, str(row))
-        if not self._skips[name]:
+        if not self._ignored[name]:
             record_rejected(error.located(*name))
             self.append(Problem(*name, error.reason, error.detail))
-        self._skips[name] |= is_shared
+        self._ignored[name] |= is_shared
         return is_shared
 
-    def write_to(self, result: T) -> T:
+    def copy_into(self, result: T) -> T:
         """Set the fields `bad` and `problems` of *result*, and return it."""
         vars(result).update(bad=self.count, problems=tuple(self.items))
         return result

@@ -167,7 +167,7 @@ class RotationRun(ABC, Generic[R]):
             if self._dry_run or not (self.result.left and has_replaced):
                 break
         await self._after_passes()
-        self._problems.write_to(self.result)
+        self._problems.copy_into(self.result)
         if self._dry_run or self.result.left or self.result.bad:
             await self._reject_other_rotation()
         else:

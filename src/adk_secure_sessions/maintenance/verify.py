@@ -120,7 +120,7 @@ async def verify(
     await _find_orphans(db, run.problems, *([state_index] if state_index.name in tables else []))
     await _find_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
-    return run.problems.write_to(run.result)
+    return run.problems.copy_into(run.result)
 
 
 class _Verifier:
@@ -193,7 +193,7 @@ class _Verifier:
             # If the name of a user's app was modified, that is the cause, and was reported.
             if table is users and row.app_row in self._misnamed_apps:
                 self.result.unchecked += 1
-                self.problems.suppress(users.name, row.id)
+                self.problems.ignore_row(users.name, row.id)
             else:
                 self.problems.add_error(error, table.name, row.id)
 
@@ -205,7 +205,7 @@ class _Verifier:
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self.needed_features.add(FeatureName.MIGRATION)
-                with self.problems.recording(migrated.name, row.tag):
+                with self.problems.collecting(migrated.name, row.tag):
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
                         detail = (
@@ -290,7 +290,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         if bad:  # or `rotate master` has wrapped them with a new data master meanwhile
             keyring = await db.reread_keyring()
         for row in bad:
-            with problems.recording(data_keys.name, row.id):
+            with problems.collecting(data_keys.name, row.id):
                 unwrap_data_key(row, keyring)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         stored_tags = {

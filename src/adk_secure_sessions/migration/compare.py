@@ -176,7 +176,7 @@ class ComparisonRun:
             await db.imports.store_mark()
         if stores_mark and not result.all_equal:
             result.mark_withdrawn = await db.imports.withdraw_mark()
-        return self._findings.write_to(result)
+        return self._findings.copy_into(result)
 
     async def _compare(self, item: SessionItem | StateItem) -> None:
         reason = await self._reason(item)

@@ -157,7 +157,7 @@ class _ExportRun(ABC):
             self._meter.finish()
         except StopAtBad:
             self._result.stopped = True
-        return self._findings.write_to(self._result)
+        return self._findings.copy_into(self._result)
 
     @abstractmethod
     async def _write(self) -> None:

@@ -55,7 +55,7 @@ class Findings(CappedList[Finding]):
         self._with_ids = with_ids
         self._began = time.monotonic()
 
-    def write_to(self, result: T) -> T:
+    def copy_into(self, result: T) -> T:
         """Set the fields `findings` and `seconds` of *result*, and return it."""
         seconds = time.monotonic() - self._began
         vars(result).update(findings=tuple(self.items), seconds=seconds)

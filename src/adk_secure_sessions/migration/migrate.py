@@ -193,7 +193,7 @@ async def migrate(
     except StopAtBad:
         result.stopped = True
     result.has_artifacts_or_memory = await source.has_artifacts_or_memory()
-    return findings.write_to(result)
+    return findings.copy_into(result)
 
 
 @dataclass
