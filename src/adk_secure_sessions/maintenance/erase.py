@@ -246,7 +246,7 @@ class _Deletion:
         self._dialect.set_constraints_immediate(self._connection)
         self._dialect.overwrite_deleted(self._connection)
         for _ in range(_MAX_PASSES):
-            for table, where in self._rows(locks=True):
+            for table, where in self._conditions(for_update=True):
                 deleted[table.name] += self._connection.execute(
                     sa.delete(table).where(where)
                 ).rowcount
@@ -260,12 +260,12 @@ class _Deletion:
     def _count_rows(self) -> Counter[str]:
         """Count the rows that are stored now, by table; a table without rows is left out."""
         counts: Counter[str] = Counter()
-        for table, where in self._rows(locks=False):
+        for table, where in self._conditions(for_update=False):
             counts[table.name] += self._connection.scalar(select_count(table, where)) or 0
         return +counts
 
-    def _rows(self, *, locks: bool) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
-        """Yield the conditions for the rows that are found now; *locks* says to delete them."""
+    def _conditions(self, *, for_update: bool) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+        """Yield the conditions for the rows that are found now; with *for_update*, lock sessions."""
         if self.deletes_keys:
             self._require_keyring()
             c = data_keys.c
@@ -274,7 +274,7 @@ class _Deletion:
                 if backend_id in range(256):  # a header has one byte for the backend id
                     self._headers.add(build_header(backend_id, key_id))
         if self.deletes_rows:
-            yield from self._rows_without_keys(locks=locks)
+            yield from self._conditions_without_keys(for_update=for_update)
         if self.deletes_keys:
             yield data_keys, data_keys.c.owner == self._tag
             self._require_keyring()  # the deletion may have waited for `move_keys`
@@ -290,8 +290,8 @@ class _Deletion:
                 "database, or without one; nothing was deleted"
             )
 
-    def _rows_without_keys(
-        self, *, locks: bool
+    def _conditions_without_keys(
+        self, *, for_update: bool
     ) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
         """Yield the conditions for all rows of the user except the data keys.
 
@@ -299,14 +299,14 @@ class _Deletion:
         Afterwards, services cannot append events to the locked sessions, and cannot create sessions
         of the user, whose row is deleted.
         """
-        self._user_row_ids |= self._user_rows()
-        found = self._sessions(locks=locks)
+        self._user_row_ids |= self._find_user_row_ids()
+        found = self._sessions(for_update=for_update)
         self._session_ids_and_tags.update(found)
-        if not locks:
+        if not for_update:
             found = list(self._session_ids_and_tags)  # also count rows of deleted sessions
         yield users, users.c.id.in_(self._user_row_ids)
         yield witnesses, witnesses.c.tag == self._tag
-        if locks:  # another node may just import the user
+        if for_update:  # another node may just import the user
             clusters.claim_missing_user(self._connection, self._tag)
         if self._has_index and self._user_row_ids:
             row_ids = map(index_rows.index_row_id, self._user_row_ids)
@@ -320,7 +320,7 @@ class _Deletion:
             yield events, events.c.session_row.in_(ids)
             yield sessions, sessions.c.id.in_(ids)
 
-    def _user_rows(self) -> set[int]:
+    def _find_user_row_ids(self) -> set[int]:
         """Return the row ids of the user: usually one id, of the row with the user's tag.
 
         If an earlier pass has deleted that row, return its id.  If no row had the tag, an attacker
@@ -333,8 +333,8 @@ class _Deletion:
             row_ids = set(scalars(query.where(header_column(users.c.state).in_(self._headers))))
         return row_ids
 
-    def _sessions(self, *, locks: bool) -> list[tuple[int, bytes]]:
-        """Return the ids and tags of the user's sessions; with *locks*, lock these rows.
+    def _sessions(self, *, for_update: bool) -> list[tuple[int, bytes]]:
+        """Return the ids and tags of the user's sessions; with *for_update*, lock these rows.
 
         If the user has no row, they are the sessions whose record has one of `_headers`.
         """
@@ -348,6 +348,6 @@ class _Deletion:
             return []
         # A modified tag may have another type: convert the tags to bytes.
         query = sa.select(c.id, sa.cast(c.tag, sa.LargeBinary), IS_COLLECTION).where(is_of_user)
-        rows = self._connection.execute(query.with_for_update() if locks else query).all()
+        rows = self._connection.execute(query.with_for_update() if for_update else query).all()
         self._collection_ids.update(row_id for row_id, _, is_collection in rows if is_collection)
         return [(row_id, tag) for row_id, tag, _ in rows]
