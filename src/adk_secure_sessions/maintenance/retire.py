@@ -157,12 +157,14 @@ async def retire(
     meter.finish()
     known = (await db.reread_keyring()).rows
     key_counts = await _count_by_master(db)
-    remaining = deleted if dry_run else Counter[int]()  # they are stored, and would be deleted
+    would_be_deleted = deleted if dry_run else Counter[int]()
     master_ids: tuple[int, ...] = ()
 
     def retire_masters(connection: sa.Connection) -> list[KeptKey]:
         nonlocal master_ids
-        kept, deleted_ids = _retire_masters(dry_run, known, key_counts, remaining, connection)
+        kept, deleted_ids = _retire_masters(
+            dry_run, known, key_counts, would_be_deleted, connection
+        )
         # If the connection was lost during COMMIT, the attempt may have been committed, and its
         # masters are not stored any more.  After a rollback, they are.
         stored = {key.id for key in kept}.union(deleted_ids)
@@ -219,13 +221,13 @@ async def _retire_data_keys(
     def divide_and_delete(connection: sa.Connection) -> _DividedKeys:
         """Find the unused keys; delete them, except in a dry run or with a key database."""
         nonlocal deleted
-        remaining, headers = _lock_and_count(owner_tag, rows, dry_run, has_key_database, connection)
+        stored, headers = _lock_and_count(owner_tag, rows, dry_run, has_key_database, connection)
         if headers is not None:
             headers |= decrypted_headers
-        divided = _divide_keys(remaining, named_ids, headers)
+        divided = _divide_keys(stored, named_ids, headers)
         if divided.deletable and not has_key_database and not dry_run:
             _delete_keys(divided.deletable, connection)
-        deleted = [row for row in deleted if row not in remaining] + divided.deletable
+        deleted = [row for row in deleted if row not in stored] + divided.deletable
         return divided
 
     divided = await db.runner.data.run_sync(divide_and_delete, commit=not dry_run)
@@ -388,7 +390,7 @@ def _retire_masters(
     dry_run: bool,
     known: Mapping[int, MasterKeyRow],
     key_counts: Counter[int] | None,
-    remaining: Counter[int],
+    would_be_deleted: Counter[int],
     connection: sa.Connection,
 ) -> tuple[list[KeptKey], tuple[int, ...]]:
     """Delete the replaced data masters that wrap no data key.
@@ -397,7 +399,7 @@ def _retire_masters(
 
     Keep all data masters if the keyring has rows that are not *known*, or if *key_counts* is None.
     Somebody may have modified headers since *key_counts* was counted: the larger number decides.
-    *remaining* are data keys that only a dry run has not deleted.
+    *would_be_deleted* counts the stored data keys that only a dry run has not deleted.
     """
     dialect_of(connection).set_read_committed(connection)
     if not dry_run:
@@ -418,7 +420,7 @@ def _retire_masters(
     unknown = sum(number for header, number in counts.items() if header not in known_headers)
     now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
     largest = Counter(now) | key_counts
-    uses = [(row, max(largest[row.id] - remaining[row.id], 0) + unknown) for row in older]
+    uses = [(row, max(largest[row.id] - would_be_deleted[row.id], 0) + unknown) for row in older]
     kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
     unused_ids = tuple(row.id for row, number in uses if not number)
     if unused_ids and not dry_run:

@@ -228,11 +228,11 @@ async def _drop_rows_of_original(db: Database) -> None:
 
 
 def _store_separation(
-    known: Survey, new: list[MasterKeyRow], meta_rows: dict[str, str], connection: sa.Connection
+    expected: Survey, new: list[MasterKeyRow], meta_rows: dict[str, str], connection: sa.Connection
 ) -> bool:
     """Store the keyring *new* and *meta_rows* in `secure_meta`, and delete all checkpoints.
 
-    Return False if the keyring, the id or the features are not *known* any more: a service may have
+    Return False if the keyring, the id or the features differ from *expected*: a service may have
     added a feature.
     """
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
@@ -242,8 +242,8 @@ def _store_separation(
     # An earlier attempt may have been committed, although its connection was lost.
     if stored_texts[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
         return True
-    is_known = stored_texts.items() <= known.meta_rows.items()
-    if not (is_known and store_master_keys(known, new, connection)):
+    is_unchanged = stored_texts.items() <= expected.meta_rows.items()
+    if not (is_unchanged and store_master_keys(expected, new, connection)):
         return False
     for name, value in meta_rows.items():
         meta.put(connection, name, value)
