@@ -265,7 +265,7 @@ class _Deletion:
         return +counts
 
     def _conditions(self, *, for_update: bool) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
-        """Yield the conditions for the rows that are found now; with *for_update*, lock sessions."""
+        """Yield the conditions for the rows that are found now; *for_update* locks sessions."""
         if self.deletes_keys:
             self._require_keyring()
             c = data_keys.c
