@@ -778,7 +778,7 @@ async def test_chain_that_is_purged_while_it_is_verified_is_not_missing(
 
     db, faults = with_faults(lambda: Database(url, BACKEND))
     async with db:
-        db.limits = db.limits._replace(rows=2)
+        db.limits = db.limits._replace(rows_per_statement=2)
         plan = faults.data.after(Point.READ, purge, when=is_read)
         done = await verify_audit(db, {"log": heads()})
         assert plan.happened

@@ -31,7 +31,7 @@ async def fill(pair: Pair, users: list[str] = USERS) -> None:
 async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches(
     pair: Pair,
 ) -> None:
-    few = StatementLimits(rows=3, ids_per_statement=3)
+    few = StatementLimits(rows_per_statement=3, ids_per_statement=3)
     await fill(pair)
     async with pair.maintained(None) as db:
         db.limits = few

@@ -48,7 +48,7 @@ async def rotate_until_the_second_session(url: str) -> None:
             raise Killed
 
     async with Database(url, AES) as db:
-        db.limits = db.limits._replace(rows=1)
+        db.limits = db.limits._replace(rows_per_statement=1)
         with pytest.raises(Killed):
             await rotate_data(db, restart=True, progress=kill)
 

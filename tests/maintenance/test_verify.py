@@ -27,7 +27,7 @@ async def test_verify_counts_what_it_decrypted_in_several_batches(url: str) -> N
     await fill(url, users=[f"u{n}" for n in range(7)])
     seen: list[tuple[int, int]] = []
     async with Database(url, AesGcmBackend(OLD)) as db:
-        db.limits = db.limits._replace(rows=3, ids_per_statement=3)
+        db.limits = db.limits._replace(rows_per_statement=3, ids_per_statement=3)
         found = await verify(db, progress=lambda done, total: seen.append((done, total)))
     assert (found.apps, found.users, found.sessions, found.events) == (1, 7, 14, 42)
     assert (found.bad, found.unchecked, found.problems) == (0, 0, ())

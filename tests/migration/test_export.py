@@ -290,7 +290,7 @@ async def test_interrupted_export_can_be_repeated(file_url: str, target: str) ->
         raise Stop
 
     async with Database(file_url, BACKEND) as db, AdkTarget(target) as opened:
-        db.limits = db.limits._replace(rows=2)
+        db.limits = db.limits._replace(rows_per_statement=2)
         with pytest.raises(Stop):
             await export_to_adk(db, opened, progress=stop)
     done = await export(file_url, target, verify=True)

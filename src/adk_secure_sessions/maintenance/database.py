@@ -43,7 +43,7 @@ _CACHE = Caches(sessions=64, data_keys=64)
 class StatementLimits(NamedTuple):
     """Limits for one statement of a maintenance command."""
 
-    rows: int = 100  # rows of apps, users or sessions, with their states
+    rows_per_statement: int = 100  # rows of apps, users or sessions, with their states
     # Rows of which only primary keys and record headers are read, or listed ids.
     ids_per_statement: int = 500
     lock_wait: int = LOCK_WAIT  # seconds to wait for the lock of a table that is rewritten

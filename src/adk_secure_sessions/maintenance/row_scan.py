@@ -75,7 +75,7 @@ async def scan_sessions(
     are not read.  To select only some rows, pass *query*, a constant of a module that is derived
     from `SESSION_ROWS`; *parameters* are its bind parameters.
     """
-    query, size = SESSION_ROWS if query is None else query, db.limits.rows
+    query, size = SESSION_ROWS if query is None else query, db.limits.rows_per_statement
     walk = pages(db.runner.data.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _with_ids(db, rows)
@@ -117,7 +117,9 @@ class OwnerRow(NamedTuple):
 
 def scan_owners(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
-    return pages(db.runner.data.read, _OWNERS[table], table.c.id, db.limits.rows, OwnerRow)
+    return pages(
+        db.runner.data.read, _OWNERS[table], table.c.id, db.limits.rows_per_statement, OwnerRow
+    )
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
