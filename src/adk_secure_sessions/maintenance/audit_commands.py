@@ -295,12 +295,8 @@ class _TrailChecker:
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
         logged = self._logged_links.get(chain, {})
         last_record: _LastRecord | None = None
-        read, size, key = (
-            self._db.runner.data.read,
-            self._db.limits.rows_per_statement,
-            _columns.number,
-        )
-        stored = pages(read, _RECORDS, key, size, lambda *row: row, chain=chain)
+        read, size = self._db.runner.data.read, self._db.limits.rows_per_statement
+        stored = pages(read, _RECORDS, _columns.number, size, lambda *row: row, chain=chain)
         async for number, moment, record in each(stored):
             await self.meter.advance()
             row = f"{chain.hex()}, {number}"

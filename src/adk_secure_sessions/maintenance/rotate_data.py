@@ -161,7 +161,7 @@ async def _records_of_owner(
     if not rows:
         return None
     (owner_row,) = rows
-    ids = (app_name_of(row.app_name),)
+    ids = (app_name_of(row.stored_app_name),)
     plaintext = keys.open(owner_row.tag, table.context(ids, owner_row), owner_row.record)
     if table is _USERS:
         _, plaintext = split_id(plaintext)
@@ -257,7 +257,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         return self.result.reencrypted > before
 
     async def _rotate_owner(self, table: SealedTable[Any], row: OwnerRow) -> None:
-        tag, app_name = require_bytes(row.tag), app_name_of(row.app_name)
+        tag, app_name = require_bytes(row.tag), app_name_of(row.stored_app_name)
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is _USERS)
         keys = await self._db.runner.unwrap_data_keys(tag)

@@ -105,21 +105,20 @@ def scan_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
 class OwnerRow(NamedTuple):
     """The columns that identify an app or a user; they are not authenticated yet.
 
-    For a user, *app_name* is the name in the row of the user's app, or None if that row does not
-    exist.  *app_row* is the id of that row; for an app, it is 0.
+    For a user, *stored_app_name* is the name in the row of the user's app, or None if that row does
+    not exist.  *app_row* is the id of that row; for an app, it is 0.
     """
 
     id: int
     tag: object
-    app_name: object
+    stored_app_name: object
     app_row: int = 0
 
 
 def scan_owners(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
-    return pages(
-        db.runner.data.read, _OWNERS[table], table.c.id, db.limits.rows_per_statement, OwnerRow
-    )
+    size = db.limits.rows_per_statement
+    return pages(db.runner.data.read, _OWNERS[table], table.c.id, size, OwnerRow)
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
@@ -138,7 +137,7 @@ async def read_owner(
     """Decrypt the app or user in *row*, and its version witness; return None if it was deleted."""
     of_user = table is users
     with locating_errors(table.name, row.id):
-        app_name, tag = app_name_of(row.app_name), require_bytes(row.tag)
+        app_name, tag = app_name_of(row.stored_app_name), require_bytes(row.tag)
         identity = await db.runner.identify(app_name)
         if not of_user and identity.app_tag != tag:
             raise TamperedError("its app_name or its tag was modified", Reason.WRONG_OWNER)

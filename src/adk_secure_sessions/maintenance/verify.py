@@ -222,7 +222,7 @@ class _Verifier:
     def _has_own_name(self, row: OwnerRow) -> bool:
         """Return whether the tag of the app's row is the blind index of the app's name."""
         try:
-            return self._index_master.tag_of(decode_text(row.app_name)) == row.tag
+            return self._index_master.tag_of(decode_text(row.stored_app_name)) == row.tag
         except DecryptionError:
             return False
 
