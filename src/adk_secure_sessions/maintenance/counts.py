@@ -7,7 +7,7 @@ next rotation, it is an older key, which `retire` deletes.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -183,12 +183,12 @@ class OwnerKeyRows(NamedTuple):
     newer: list[DataKeyRow]
 
 
-def split_at_current(rows: Collection[DataKeyRow], named: Collection[int | None]) -> OwnerKeyRows:
-    """Divide *rows*; the current one is the newest in *named*, or of all if *named* has none."""
+def split_at_current(rows: Iterable[DataKeyRow], named_ids: Container[int | None]) -> OwnerKeyRows:
+    """Divide *rows*; the current one is the newest in *named_ids*, or of all if that has none."""
     # A modified generation may have another type: then, the key cannot be unwrapped.
     ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
     last_index = len(ordered) - 1
-    index = max((n for n, row in enumerate(ordered) if row.id in named), default=last_index)
+    index = max((n for n, row in enumerate(ordered) if row.id in named_ids), default=last_index)
     return OwnerKeyRows(ordered[:index], ordered[index], ordered[index + 1 :])
 
 

@@ -223,7 +223,7 @@ class RotationRun(ABC, Generic[R]):
                     )
                 self.result.since, self.result.resumed = rotation.since, True
                 return
-            self.result.since = await later_than_all_keys(self._db)
+            self.result.since = await rotation_start_time(self._db)
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
@@ -285,7 +285,7 @@ def store_master_keys(
 # --- times ---------------------------------------------------------------------------------------
 
 
-async def later_than_all_keys(db: Database) -> int:
+async def rotation_start_time(db: Database) -> int:
     """Return the present time or, if a key was created later, that time plus one microsecond.
 
     If a data key cannot be unwrapped, its time is ignored, because it may have been modified.

@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
-from adk_secure_sessions.maintenance.rotation import later_than_all_keys, store_master_keys
+from adk_secure_sessions.maintenance.rotation import rotation_start_time, store_master_keys
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import (
@@ -181,7 +181,7 @@ async def _begin_separation(db: Database) -> None:
             f"the keyring has {len(master_ids)} data masters, and at most {_MAX_OLD_MASTERS} can "
             "be separated: run `retire` first"
         )
-    separation = SeparationState(old_id, await later_than_all_keys(db), master_ids)
+    separation = SeparationState(old_id, await rotation_start_time(db), master_ids)
     roots = db.runner.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await gather_all(*(rewrap(row) for row in survey.master_rows))
