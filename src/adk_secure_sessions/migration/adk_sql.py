@@ -107,10 +107,10 @@ def _pages(read: Callable[[Ids | None], list[T]]) -> Iterator[list[T]]:
     after = None
     while page := read(after):
         yield page
-        after = end_of(page)
+        after = last_key(page)
 
 
-def end_of(page: Sequence[Any]) -> Ids:
+def last_key(page: Sequence[Any]) -> Ids:
     """Return the key of the last row of a page, a `ListedSession` or a key with more values."""
     ids: Ids = page[-1][0][:3]
     return ids
@@ -177,7 +177,7 @@ class AdkQueries:
     ) -> list[tuple[ListedSession, int]]:
         """Return the next sessions, each with the approximate size of its rows in bytes.
 
-        *after* is the key of the last row before them (see `end_of`); None for the first page.
+        *after* is the key of the last row before them (see `last_key`); None for the first page.
         """
         sizes = (
             sa.func.coalesce(sa.func.sum(self._size(column)), 0) for column in self._size_columns

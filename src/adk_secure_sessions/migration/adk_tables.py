@@ -32,7 +32,7 @@ from adk_secure_sessions.migration.adk_sql import (
     USER_STATES,
     AdkQueries,
     can_store,
-    end_of,
+    last_key,
 )
 from adk_secure_sessions.migration.sources import (
     ConversionError,
@@ -113,7 +113,7 @@ class AdkTables(Source):
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
         work = partial(describe, table=ADK_SESSIONS, time_column="update_time")
-        description = await self.run_in_snapshot(work)
+        description = await self.run_in_read_transaction(work)
         try:
             updated_at = to_microseconds(description.updated_at, queries.sessions_zone)
         except ConversionError:
@@ -185,10 +185,10 @@ class AdkTables(Source):
         """
         return await retried(lambda: self._executor.run_sync(work, commit=False))
 
-    async def run_in_snapshot(self, work: Callable[[sa.Connection], T]) -> T:
-        """Call *work* in a transaction; all its queries read the same state of the database."""
+    async def run_in_read_transaction(self, work: Callable[[sa.Connection], T]) -> T:
+        """Call *work* in a transaction, whose queries all read one snapshot of the database."""
 
-        def run_in_snapshot(connection: sa.Connection) -> T:
+        def read(connection: sa.Connection) -> T:
             dialect = dialect_of(connection)
             # SQLite's driver returns texts as bytes: otherwise content that is not UTF-8 would make
             # the query of a whole batch fail.
@@ -196,7 +196,7 @@ class AdkTables(Source):
                 dialect.begin_snapshot(connection)
                 return work(connection)
 
-        return await retried(lambda: self._executor.run_sync(run_in_snapshot, commit=False))
+        return await retried(lambda: self._executor.run_sync(read, commit=False))
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""
@@ -215,7 +215,7 @@ class AdkTables(Source):
     async def _run(self, query: Callable[..., T], **arguments: Any) -> T:
         """Call *query*, a method of `AdkQueries`, in a snapshot."""
         queries = await self.queries()
-        return await self.run_in_snapshot(partial(query, queries, **arguments))
+        return await self.run_in_read_transaction(partial(query, queries, **arguments))
 
     async def _converted(self, convert: Callable[[AdkQueries, Any], T], rows: Any) -> T:
         """Convert rows in a thread: parsing a long session, decrypting it or loading its pickles
@@ -231,7 +231,7 @@ class AdkTables(Source):
             yield rows
             if len(rows) < size:  # do not follow a writer that adds rows behind the last
                 return
-            after = end_of(rows)
+            after = last_key(rows)
 
 
 def _read_only(db_url: str | sa.URL) -> sa.URL:

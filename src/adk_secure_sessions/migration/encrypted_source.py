@@ -98,7 +98,7 @@ class EncryptedSource(Source):
             sizes = await self._sizes([session.id for session in wanted])
             sized = [(session, sizes[session.id]) for session in wanted]
             for batch in grouped(sized, itemgetter(1), len(sized), _BATCH):
-                yield [_source_session(session) for session, _size in batch]
+                yield [_listed_session(session) for session, _size in batch]
 
     async def read(
         self, sessions: Sequence[ListedSession]
@@ -160,7 +160,7 @@ def _is_wanted(session: ScannedSession, selection: Selection) -> bool:
     return is_recent and selection.app_name in (None, ids.app_name)
 
 
-def _source_session(session: ScannedSession) -> ListedSession:
+def _listed_session(session: ScannedSession) -> ListedSession:
     ids, name = session.ids_or_error, f"{sessions.name} row {session.id}"
     if isinstance(ids, DecryptionError):
         return ListedSession("", "", name, "", str(ids))
