@@ -275,9 +275,9 @@ async def test_run_says_how_many_sessions_it_is_behind(file_url: str) -> None:
 
     source.before_read = write
     done = await copy(source, file_url)
-    assert (done.behind, done.copied, done.gone) == (2, 19, 0)
+    assert (done.changed_in_source, done.copied, done.gone) == (2, 19, 0)
     done = await copy(source, file_url)
-    assert (done.behind, done.copied) == (0, 2)
+    assert (done.changed_in_source, done.copied) == (0, 2)
     found = await stored(file_url, "ada", "s0")
     assert found is not None
     assert len(found.events) == 4
@@ -300,7 +300,7 @@ async def test_run_stops_at_a_bad_session_and_continues_when_it_is_repaired(file
     source.spoil("bob", "s3")
     said: list[tuple[int, int]] = []
     done = await copy(source, file_url, progress=lambda *pair: said.append(pair))
-    assert (done.stopped, done.bad, done.behind) == (True, 1, 0)
+    assert (done.stopped, done.bad, done.changed_in_source) == (True, 1, 0)
     assert said[-1][0] < 60
     assert said[-1][1] == 60
     assert 30 <= done.copied < 60

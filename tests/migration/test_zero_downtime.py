@@ -214,7 +214,7 @@ async def test_nothing_is_lost_while_sessions_move(
         await working(told, tasks, STEPS)
         await erase_user(db, APP, ERASED)
         first = await migrate(source, db)
-        assert (first.bad, first.conflicts, first.behind) == (0, 0, 0)
+        assert (first.bad, first.conflicts, first.changed_in_source) == (0, 0, 0)
         by_services = sum(service.copied_sessions for service in services)
         assert by_services > 0, "the services have copied nothing"
         assert first.copied > 0, "nothing was left to copy"

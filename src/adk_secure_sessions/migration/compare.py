@@ -57,9 +57,9 @@ class Comparison(Result):
         different: How many sessions and states differ or are in conflict, cannot be decrypted in
             the target, or, of a state, were not copied.
         bad: How many sessions and states of the source cannot be read.
-        changed: How many sessions were created or changed in the source during the comparison, plus
-            the copied sessions that the source no longer has.  Expired and continued copies do not
-            count.
+        changed_in_source: How many sessions were created or changed in the source during the
+            comparison, plus the copied sessions that the source no longer has.  Expired and
+            continued copies do not count.
         all_equal: Whether no session and no state is missing, different, bad or changed.
         mark_stored: Whether this run has stored the mark that ends the migration, because the
             comparison included everything, found a session or a state, and all were equal.
@@ -81,11 +81,13 @@ class Comparison(Result):
     missing: int = counter("session", "not copied", is_failure=True)
     different: int = counter("item", "different or in conflict", is_failure=True)
     bad: int = counter("item", "cannot be read in the source", is_failure=True)
-    changed: int = counter("session", "deleted, created or changed in the source", is_failure=True)
+    changed_in_source: int = counter(
+        "session", "deleted, created or changed in the source", is_failure=True
+    )
     all_equal: bool = False
     mark_stored: bool = False
     mark_withdrawn: bool = False
-    findings: tuple[Finding, ...] = listing("missing", "different", "bad", "changed")
+    findings: tuple[Finding, ...] = listing("missing", "different", "bad", "changed_in_source")
     seconds: float = 0.0
 
     def own_lines(self, dry_run: bool) -> Iterator[str]:
@@ -160,7 +162,7 @@ class ComparisonRun:
         async for found in self.scan.rescan():
             is_unreadable = isinstance(found, GoneCopy) and found.row is None
             result.different += is_unreadable
-            result.changed += not is_unreadable
+            result.changed_in_source += not is_unreadable
             if isinstance(found, GoneCopy):
                 self._findings.add(found.tag, found.reason, *found.ids)
             else:

@@ -62,8 +62,8 @@ class Migration(Result):
         gone: How many copied sessions of its apps the source no longer has, without those that have
             expired or that services have continued.  0 if only recent sessions were read, or if ids
             in the source cannot be decrypted.
-        behind: How many sessions were created or changed in the source while this run copied it:
-            the next run copies them.  0 if the run stopped.
+        changed_in_source: How many sessions were created or changed in the source while this run
+            copied it: the next run copies them.  0 if the run stopped.
         deleted_gone: Whether the sessions in `gone` were or, in a dry run, would be deleted in the
             target.
         has_artifacts_or_memory: Whether an encrypted source has artifacts or memory.  They are not
@@ -81,7 +81,7 @@ class Migration(Result):
     conflicts: int = counter("item", "in conflict, and left unchanged", is_failure=True)
     bad: int = counter("item", "cannot be read, and not copied", is_failure=True)
     gone: int = counter("session", "copied before, and no longer in the source")
-    behind: int = counter("session", "changed in the source during this run")
+    changed_in_source: int = counter("session", "changed in the source during this run")
     deleted_gone: bool = False
     has_artifacts_or_memory: bool = False
     stopped: bool = False
@@ -93,7 +93,7 @@ class Migration(Result):
         """Whether the run has ended, and left no session or state that is bad, in conflict or gone.
 
         If the source is in use, sessions that have changed since may nevertheless be missing:
-        `behind` counts them.
+        `changed_in_source` counts them.
         """
         gone = self.gone and not self.deleted_gone
         return super().succeeded and not (self.stopped or gone)
@@ -112,7 +112,7 @@ class Migration(Result):
                 "stopped: repair this row in the source, or give --skip-bad; then run this again, "
                 "which continues"
             )
-        elif self.behind:
+        elif self.changed_in_source:
             yield "the source is in use: run this again to copy what has changed"
         elif not (self.copied or self.unchanged or self.bad or self.conflicts):
             yield "the source has no such session: check --from and, if given, --app and --since"
@@ -315,7 +315,7 @@ class _MigrationRun:
         """
         async for found in self.scan.rescan():
             if isinstance(found, ListedSession):
-                self.result.behind += 1
+                self.result.changed_in_source += 1
                 continue
             ids, tag, reason, row = found
             if row is None:
