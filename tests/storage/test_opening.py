@@ -17,7 +17,7 @@ from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, SecureSessionError
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.storage import opening, schema
-from adk_secure_sessions.storage.opening import open_database, open_existing, survey_existing
+from adk_secure_sessions.storage.opening import open_database, open_surveyed, survey_existing
 from adk_secure_sessions.storage.survey import Survey, TableSet, require_usable, take_survey
 from tests.storage.support import ROOT, FakeExecutor, backends, one_database
 
@@ -357,8 +357,9 @@ async def test_database_that_was_replaced_by_another_is_rejected(databases: list
     first, other = databases
     known = await open_database(executors(first), backends(), create_tables=True)
     await open_database(executors(other), backends(), create_tables=True)
+    survey = await survey_existing(executors(other))
     with pytest.raises(ConfigurationError, match="replaced by another"):
-        await open_existing(executors(other), backends(), known)
+        await open_surveyed(executors(other), survey, backends(), known)
 
 
 # --- files that cannot be used -------------------------------------------------------------------

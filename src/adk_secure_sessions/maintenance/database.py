@@ -21,7 +21,7 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage.features.audit_trail import AuditTrail
 from adk_secure_sessions.storage.features.imports import Imports
 from adk_secure_sessions.storage.features.search_index import SearchIndex
-from adk_secure_sessions.storage.opening import open_existing, survey_existing
+from adk_secure_sessions.storage.opening import open_surveyed, survey_existing
 from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
@@ -176,6 +176,11 @@ class Database(HoldsSecrets, ClosedByWith):
             return survey, survey
         return survey, await retried(lambda: survey_database(keys, is_key_database=True))
 
+    async def open_surveyed(self, survey: Survey) -> Keyring:
+        """Unwrap the keyring of *survey*, and authenticate the features; see `open_keyring`."""
+        executors, backends = self.runner.executors, self.runner.backends
+        return await retried(lambda: open_surveyed(executors, survey, backends))
+
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm a command; this needs no root key."""
         self.require_files(of_keys=False)
@@ -240,7 +245,8 @@ class Database(HoldsSecrets, ClosedByWith):
 
     async def _open_keyring(self, known: Keyring | None) -> Keyring:
         self.require_files()
-        return await open_existing(self.runner.executors, self.runner.backends, known)
+        survey = await survey_existing(self.runner.executors)
+        return await open_surveyed(self.runner.executors, survey, self.runner.backends, known)
 
 
 def reject_wrapper(survey: Survey, command: str) -> None:

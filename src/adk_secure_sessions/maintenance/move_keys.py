@@ -37,7 +37,6 @@ from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, must_be_true
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import features_with_mac, load_features
-from adk_secure_sessions.storage.opening import open_surveyed
 from adk_secure_sessions.storage.operation_runner import empty_caches
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import audit_records, data_keys, keyring, metadata
@@ -212,8 +211,8 @@ class _Move:
         source, target = (data, keys) if self._to_key_db else (keys, data)
         is_switched = is_in_key_db == self._to_key_db
         holder = target if is_switched else source  # has the valid keys
-        survey = holder._replace(master_rows=list(map(_unparked, holder.master_rows)))
-        unwrapped = await open_surveyed(survey, self._db.runner.backends)
+        masters = list(map(_unparked, holder.master_rows))
+        unwrapped = await self._db.open_surveyed(holder._replace(master_rows=masters))
         holder.reject_unfinished(FeatureName.SEPARATING)
         if FeatureName.MOVING in holder.features and _is_parked(holder) == is_switched:
             raise _opposite_move_error("db" if self._to_key_db else "key-db")

@@ -38,7 +38,6 @@ from adk_secure_sessions.storage.feature_list import (
     load_features,
     separation_rows,
 )
-from adk_secure_sessions.storage.opening import open_surveyed
 from adk_secure_sessions.storage.schema import audit_records, data_keys, migrated
 from adk_secure_sessions.storage.survey import FeatureName, Survey, TableSet, require_usable
 
@@ -203,7 +202,7 @@ async def _complete_new_id(db: Database) -> None:
     if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
-    await open_surveyed(survey, db.runner.backends)
+    await db.open_surveyed(survey)
     await db.runner.data.run_sync(partial(_store_new_id, old_id, survey.existing_id.hex()))
 
 

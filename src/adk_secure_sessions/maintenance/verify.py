@@ -29,7 +29,6 @@ from adk_secure_sessions.maintenance.row_scan import (
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.features import index_rows
-from adk_secure_sessions.storage.features.imports import ImportMacs
 from adk_secure_sessions.storage.features.search_index import CheckIndexRows
 from adk_secure_sessions.storage.schema import (
     Identity,
@@ -198,7 +197,7 @@ class _Verifier:
                 self.problems.add_error(error, table.name, row.id)
 
     async def check_imports(self) -> None:
-        macs = ImportMacs(await self._db.keyring())
+        macs = await self._db.imports.macs()
         size = self._db.limits.ids_per_statement
         query, key = _IMPORTED, migrated.c.tag
         async for rows in pages(self._db.runner.data.read, query, key, size, lambda *row: row):

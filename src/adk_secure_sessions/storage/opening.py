@@ -61,7 +61,7 @@ async def open_database(
     if known is not None:
         survey = await survey_existing(executors, known)
         survey.reject_unfinished(FeatureName.SEPARATING)
-        return await _open(executors, survey, backends, known, is_service=True)
+        return await open_surveyed(executors, survey, backends, known, is_service=True)
     root = backends.writing.root_key
     meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
@@ -109,7 +109,11 @@ async def open_for_service(
     if key_survey.database_id is None:
         return data, key_survey, None
     key_survey.reject_unfinished(FeatureName.SEPARATING)
-    return data, key_survey, await _open(executors, with_key_survey(data, key_survey), backends)
+    return (
+        data,
+        key_survey,
+        await open_surveyed(executors, with_key_survey(data, key_survey), backends),
+    )
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:
@@ -126,17 +130,7 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
     return with_key_survey(data, key_survey)
 
 
-async def open_existing(
-    executors: Executors, backends: Backends, known: Keyring | None = None
-) -> Keyring:
-    """Open the keyring of a database that already exists, for a command; change nothing.
-
-    If *known* is given, a keyring opened earlier, its keys are not unwrapped again.
-    """
-    return await _open(executors, await survey_existing(executors), backends, known)
-
-
-async def _open(
+async def open_surveyed(
     executors: Executors,
     survey: Survey,
     backends: Backends,
@@ -144,9 +138,19 @@ async def _open(
     *,
     is_service: bool = False,
 ) -> Keyring:
+    """Unwrap the keyring of *survey*, and authenticate the features; see `open_keyring`."""
     if known is not None and known.database_id != survey.existing_id:
         raise ConfigurationError(REPLACED)
-    keyring = await open_surveyed(survey, backends, known, is_service=is_service)
+    keyring = await open_keyring(
+        survey.master_rows,
+        backends.roots,
+        backends.writing.root_key.key_id,
+        survey.existing_id,
+        known,
+        is_service=is_service,
+        row_count=survey.master_row_count,
+    )
+    load_features(survey, keyring)
     if known is not None:
         keyring.indexed_key_tags = known.indexed_key_tags
     # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
@@ -162,23 +166,6 @@ async def _open(
         keyring.indexed_key_tags.update(
             tag for tag, state in marks if isinstance(tag, bytes) and state is not None
         )
-    return keyring
-
-
-async def open_surveyed(
-    survey: Survey, backends: Backends, known: Keyring | None = None, *, is_service: bool = False
-) -> Keyring:
-    """Unwrap the keyring of *survey* as `open_keyring` does, and authenticate the features."""
-    keyring = await open_keyring(
-        survey.master_rows,
-        backends.roots,
-        backends.writing.root_key.key_id,
-        survey.existing_id,
-        known,
-        is_service=is_service,
-        row_count=survey.master_row_count,
-    )
-    load_features(survey, keyring)
     return keyring
 
 

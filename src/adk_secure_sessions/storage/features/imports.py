@@ -516,7 +516,7 @@ class Imports:
         if expires_at is not None:
             await self._expiry.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
-        macs = await self._macs()
+        macs = await self.macs()
         expiry = NEVER if expires_at is None else min(max(expires_at, 0), NEVER - 1)
         times = (created_at, updated_at, expiry)
         source = macs.source_mac(identity.session_tag, encode_text(source_etag))
@@ -536,7 +536,7 @@ class Imports:
             await self._search_index.declare_configured(owner[0])
         of_user = len(owner) > 1
         identity = await self._runner.identify(owner[0], owner[1] if of_user else "")
-        macs = await self._macs()
+        macs = await self.macs()
         operation = ImportOwnerState(identity, macs, state, of_user=of_user, replace=replace)
         return await self._runner.run(operation)
 
@@ -548,7 +548,7 @@ class Imports:
         """
         if not await self.feature.is_added():
             return {}
-        macs, wanted = await self._macs(), list(ids)
+        macs, wanted = await self.macs(), list(ids)
         index, rows = macs.keyring.index_master, dict[K, CheckedMigratedRow]()
         for number, table in enumerate((apps, users, sessions), 1):
             tags = {key: index.tag_of(*key) for key in wanted if len(key) == number}
@@ -570,7 +570,7 @@ class Imports:
         """
         await self.feature.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id or "")
-        macs = await self._macs()
+        macs = await self.macs()
         if session_id is not None:
             await self._runner.run(AddTombstone(identity, macs))
             return
@@ -625,7 +625,7 @@ class Imports:
             "run `migrate compare` again"
         )
 
-    async def _macs(self) -> ImportMacs:
+    async def macs(self) -> ImportMacs:
         return ImportMacs(await self._runner.keyring())
 
     async def _rows_for_tags(
