@@ -11,7 +11,7 @@ prints them and knows whether the command has succeeded.  A result is a dataclas
 
 `SessionPurge(deleted=3, bad=1)` has the lines "deleted: 3 sessions" and "cannot be decrypted, and
 kept: 1 session".  Whatever else the command has to say, such as the next step, the result yields in
-`own_lines`.
+`extra_lines`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,7 +104,7 @@ class Result:
         return not any(failures) and all(goals)
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
-        """Yield the lines of the listed rows, of the counters (failures last), and `own_lines`."""
+        """Yield the lines of the listed rows, of the counters (failures last), and `extra_lines`."""
         for name, counters in self._declared("listing"):
             rows: tuple[Any, ...] = getattr(self, name)
             yield from (row.line for row in rows)
@@ -126,9 +126,9 @@ class Result:
                 yield f"{would}{words}: {numbers}{hints}"
         if self.success_line and self.succeeded:
             yield self.success_line
-        yield from self.own_lines(dry_run)
+        yield from self.extra_lines(dry_run)
 
-    def own_lines(self, dry_run: bool) -> Iterable[str]:
+    def extra_lines(self, dry_run: bool) -> Iterable[str]:
         """Return lines that no field declares.  Subclasses override this."""
         return ()
 

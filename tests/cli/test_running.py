@@ -392,7 +392,7 @@ def test_lines_of_a_result_come_from_its_declaration() -> None:
         "written to the search index: 3 rows",
         "deleted from the search index: 0 rows",
         "cannot be decrypted, and not in the search index: 1 session or user row",
-        next(iter(IndexChange(bad=1).own_lines(dry_run=False))),
+        next(iter(IndexChange(bad=1).extra_lines(dry_run=False))),
     ]
     done = SessionPurge(3, 1, 2, (problem,))
     assert not done.succeeded

@@ -43,7 +43,7 @@ class PlaintextReport(Result):
     def succeeded(self) -> bool:
         return not self.leaks
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         yield from aligned(self.services)
         why = "note, only if your own code exports traces: "
         for mark, listed in (("", self.leaks), (why, self.notes)):

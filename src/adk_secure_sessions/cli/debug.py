@@ -20,7 +20,7 @@ class Rows(Result):
 
     rows: "tuple[maintenance.Location | maintenance.RecordHeader, ...]"
 
-    def own_lines(self, dry_run: bool) -> Iterable[str]:
+    def extra_lines(self, dry_run: bool) -> Iterable[str]:
         return aligned([row.cells for row in self.rows]) if self.rows else ["no such row"]
 
 

@@ -80,7 +80,7 @@ class ArtifactMigration(Result):
     findings: tuple[Finding, ...] = listing("missing", "different", "bad")
     seconds: float = 0.0
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.copied and not dry_run:
             yield f"in {self.seconds:.1f} s"
         if self.action == "copy" and self.succeeded and not dry_run:

@@ -61,7 +61,7 @@ class AuditVerification(Result):
     bad: int = counter("row", "bad", is_failure=True)
     problems: tuple[Problem, ...] = listing("bad")
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.heads is None:
             yield "without --heads, it is not detected that last records were removed"
 
@@ -103,7 +103,7 @@ class AuditPurge(Result):
     problems: tuple[Problem, ...] = listing("bad")
     before: int = 0
 
-    def own_lines(self, dry_run: bool) -> Iterable[str]:
+    def extra_lines(self, dry_run: bool) -> Iterable[str]:
         return [f"such chains were last used before {utc_text(self.before)}"]
 
 

@@ -98,7 +98,7 @@ class Erasure(Result):
     def succeeded(self) -> bool:
         return not self.missing_part and (self.cleared or not self.rewrite)
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         is_unknown = not (self.rows or self.has_app)
         if is_unknown:
             yield "there is no such app"

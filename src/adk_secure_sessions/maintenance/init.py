@@ -71,7 +71,7 @@ class Check(Result):
     has_key_database: bool
     has_plaintext_records: bool
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         keys = "in the key database" if self.has_key_database else "in this database"
         yield (
             f"a service can start: format {self.format_version}, root key {self.root_key_id}, "

@@ -89,7 +89,7 @@ class KeyMove(Result):
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.to == "key-db":
             yield "the key database has the keys: start services with key_db_url"
         else:

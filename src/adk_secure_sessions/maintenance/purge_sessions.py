@@ -43,7 +43,7 @@ class SessionPurge(Result):
     before: int | None = None
     is_unknown: bool = False
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         is_old = "" if self.before is None else f" or were last used before {utc_text(self.before)}"
         yield f"such sessions have expired{is_old}"
         if self.is_unknown:

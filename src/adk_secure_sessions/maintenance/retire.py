@@ -90,7 +90,7 @@ class Retirement(Result):
         "data key", "spare", hint="no row names them, and they encrypt nothing"
     )
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         # Suggest a rotation only if known rows need a kept key.  If it is unknown which rows need
         # the key, a rotation may not help.
         tables = {key.table for key in self.kept_keys if key.references}

@@ -80,7 +80,7 @@ class DataRotation(Rotation):
     bad_blobs: int = counter("blob", "missing or tampered with")
     left_in: tuple[tuple[str, int], ...] = ()
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         yield from aligned(self.left_in, "  ")
         if self.bad_blobs and self.bad == self.bad_blobs and not dry_run:
             yield (
@@ -88,7 +88,7 @@ class DataRotation(Rotation):
                 "then run this again"
             )
         else:
-            yield from super().own_lines(dry_run)
+            yield from super().extra_lines(dry_run)
 
 
 @audited_command

@@ -37,7 +37,7 @@ class RootRotation(Result):
         "master key", "stored as plaintext, and left unchanged", default=()
     )
 
-    def own_lines(self, dry_run: bool) -> Iterable[str]:
+    def extra_lines(self, dry_run: bool) -> Iterable[str]:
         return [f"the new root key is {self.root_key_id}"]
 
 

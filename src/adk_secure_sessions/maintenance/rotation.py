@@ -108,7 +108,7 @@ class Rotation(Result):
     def succeeded(self) -> bool:
         return super().succeeded and (self.retirement is None or self.retirement.succeeded)
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if dry_run:
             return
         if self.retirement is not None:

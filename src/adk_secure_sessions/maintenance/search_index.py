@@ -57,7 +57,7 @@ class IndexChange(Result):
     def succeeded(self) -> bool:
         return self.complete or not self.bad
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.complete and not (self.sessions or self.bad):
             yield "the app has no session: check its name"
         if self.complete:

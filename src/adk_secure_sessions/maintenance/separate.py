@@ -73,7 +73,7 @@ class Separation(Result):
     )
     kept: int = counter("replaced key", "kept")
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.complete:
             yield f"the copy has the id {self.database_id} and keys of its own: services can start"
         else:

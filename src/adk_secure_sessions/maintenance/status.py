@@ -206,7 +206,7 @@ class Status(Result):
         has_future = any(key.age < 0 for key in self.master_keys)
         return not (False in checks or tampered or has_future)
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         plaintext = "; some records are, or were, plaintext" if self.has_plaintext_records else ""
         yield f"format {self.format_version}{plaintext}"
         yield from ("master keys", *aligned([key.cells for key in self.master_keys], _INDENT))

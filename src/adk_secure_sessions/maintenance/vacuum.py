@@ -36,7 +36,7 @@ class Vacuum(Result):
     cleared: bool = must_be_true()
     obstacles: tuple[str, ...] = ()
 
-    def own_lines(self, dry_run: bool) -> Iterable[str]:
+    def extra_lines(self, dry_run: bool) -> Iterable[str]:
         return [f"not rewritten: {obstacle}" for obstacle in self.obstacles]
 
 

@@ -90,7 +90,7 @@ class Comparison(Result):
     findings: tuple[Finding, ...] = listing("missing", "different", "bad", "changed_in_source")
     seconds: float = 0.0
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if not self.all_equal:
             yield "the two sides are not equal; next: run `migrate copy`, then compare again"
             if self.mark_withdrawn:

@@ -48,7 +48,7 @@ class SourceErasure(Result):
         yield from self.comparison.lines(dry_run)
         yield from super().lines(dry_run)
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.source_changed:
             yield (
                 "nothing was deleted, because the source has changed since it was compared: end "

@@ -69,7 +69,7 @@ class Export(Result):
     file: str | None = None
     seconds: float = 0.0
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if not (self.sessions or self.unchanged or self.states or self.bad):
             yield "there is nothing to export: if you gave --app or --user, check the name"
         if self.stopped:

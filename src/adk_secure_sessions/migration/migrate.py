@@ -98,7 +98,7 @@ class Migration(Result):
         gone = self.gone and not self.deleted_gone
         return super().succeeded and not (self.stopped or gone)
 
-    def own_lines(self, dry_run: bool) -> Iterator[str]:
+    def extra_lines(self, dry_run: bool) -> Iterator[str]:
         if self.events and not dry_run:
             speed = self.events / max(self.seconds, 1e-9)
             yield f"in {self.seconds:.1f} s ({speed:,.0f} events/s)"
