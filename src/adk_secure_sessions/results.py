@@ -104,7 +104,7 @@ class Result:
         return not any(failures) and all(goals)
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:
-        """Yield the lines of the listed rows, of the counters (failures last), and `extra_lines`."""
+        """Yield the lines of listed rows, of counters (failures last), and `extra_lines`."""
         for name, counters in self._declared("listing"):
             rows: tuple[Any, ...] = getattr(self, name)
             yield from (row.line for row in rows)
