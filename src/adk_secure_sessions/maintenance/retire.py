@@ -254,18 +254,18 @@ async def _decrypt_owner(
     keyring = await db.keyring()
     if not all(can_unwrap(row, keyring) for row in rows):
         raise TamperedError("a data key was tampered with", Reason.MISMATCH)
-    checked_owner = await read_owner_with_tag(db, owner_tag)
-    if checked_owner is None:
+    decrypted_owner = await read_owner_with_tag(db, owner_tag)
+    if decrypted_owner is None:
         return None
-    _, owner, headers = checked_owner
+    _, owner, headers = decrypted_owner
     if owner.is_user:
         async for session in each(scan_sessions_of_user(db, owner.row.id)):
             ids, is_collection = session.require_ids(), session.row.is_collection
             identity = await db.runner.identify(*ids, is_collection)
             # Only check that each event can be decrypted.
-            check = key_operations.ReadWholeSession(identity, lambda *_: None)
-            if session_check := await db.runner.run(check):
-                session_headers = session_check.count_headers()
+            read = key_operations.ReadWholeSession(identity, lambda *_: None)
+            if decrypted := await db.runner.run(read):
+                session_headers = decrypted.count_headers()
                 headers += session_headers
                 await throttle.advance(session_headers.total())
     return owner.key_ids, headers

@@ -168,10 +168,10 @@ async def _identity(db: Database, app_name: str, table: sa.Table, row: Any) -> I
         ids = row.require_ids()
         is_wanted = ids.app_name == app_name and not row.row.is_collection
         return await db.runner.identify(*ids) if is_wanted else None
-    checked_owner = await read_owner(db, users, row)
-    if checked_owner is None or checked_owner.app_name != app_name:
+    decrypted_owner = await read_owner(db, users, row)
+    if decrypted_owner is None or decrypted_owner.app_name != app_name:
         return None  # the user is one of another app, or was deleted
-    return await db.runner.identify(app_name, checked_owner.owner.user_id)
+    return await db.runner.identify(app_name, decrypted_owner.owner.user_id)
 
 
 async def _delete_rows(db: Database, tags: Iterable[bytes], *where: sa.ColumnElement[bool]) -> int:

@@ -175,10 +175,10 @@ class _Verifier:
 
     async def _check_owner(self, table: sa.Table, row: OwnerRow) -> None:
         try:
-            checked_owner = await read_owner(self._db, table, row)
-            if checked_owner is None:
+            decrypted_owner = await read_owner(self._db, table, row)
+            if decrypted_owner is None:
                 return  # it was deleted after *row* was read
-            app_name, owner, _ = checked_owner
+            app_name, owner, _ = decrypted_owner
             load_state(owner.state)
             if table is users:
                 identity = await self._db.runner.identify(app_name, owner.user_id)

@@ -114,10 +114,10 @@ class EncryptedSource(Source):
                 states: dict[Ids, bytes | Unreadable] = {}
                 for row in rows:
                     try:
-                        checked = await read_owner(self._db, table, row)
-                        if checked is None or selection.app_name not in (None, checked.app_name):
+                        found = await read_owner(self._db, table, row)
+                        if found is None or selection.app_name not in (None, found.app_name):
                             continue
-                        app_name, owner, _ = checked
+                        app_name, owner, _ = found
                         ids = (app_name,) if table is apps else (app_name, owner.user_id)
                         with locating_errors(table.name, row.id):
                             load_state(owner.state)
@@ -189,10 +189,10 @@ async def session_content(
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.runner.identify(app_name, user_id, session_id)
-    checked = await db.runner.run(key_operations.ReadWholeSession(identity, _check_event))
-    if checked is None:
+    decrypted = await db.runner.run(key_operations.ReadWholeSession(identity, _check_event))
+    if decrypted is None:
         return None
-    session, row = checked.session, checked.session.row
+    session, row = decrypted.session, decrypted.session.row
     with locating_errors(snapshots.name, row.id):
         snapshot = {} if session.snapshot is None else load_state(session.snapshot)
     with locating_errors(sessions.name, row.id):
@@ -202,7 +202,7 @@ async def session_content(
         except ValueError:  # together they are larger than one record
             reason = Reason.MALFORMED
             raise DecryptionError(f"its state exceeds a limit: {SEE_LIMITS}", reason) from None
-    history = [SourceEvent(*pair) for pair in zip(checked.events, checked.times, strict=True)]
+    history = [SourceEvent(*pair) for pair in zip(decrypted.events, decrypted.times, strict=True)]
     expires_at = None if row.expires_at == NEVER else row.expires_at
     return SessionContent(state, history, row.created_at, row.updated_at, expires_at)
 
@@ -211,8 +211,8 @@ async def owner_state(db: Database, app_name: str, user_id: str | None = None) -
     """Return the state of a user, or of an app, as JSON; `{}` if it is not stored."""
     of_user = user_id is not None
     identity = await db.runner.identify(app_name, user_id or "")
-    checked_owner = await db.runner.run(key_operations.ReadOwner(identity, of_user=of_user))
-    return checked_owner.owner.state if checked_owner else b"{}"
+    decrypted_owner = await db.runner.run(key_operations.ReadOwner(identity, of_user=of_user))
+    return decrypted_owner.owner.state if decrypted_owner else b"{}"
 
 
 # --- statements ----------------------------------------------------------------------------------
