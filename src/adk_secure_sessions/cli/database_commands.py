@@ -15,7 +15,13 @@ from adk_secure_sessions.cli.lazy_packages import (
     maintenance,
 )
 from adk_secure_sessions.cli.options import POSITIVE_NUMBER, on_database, with_speed, with_store
-from adk_secure_sessions.cli.output import finish, print_lines, print_result, private_file, progress
+from adk_secure_sessions.cli.output import (
+    print_lines,
+    print_result,
+    private_file,
+    progress,
+    report_and_exit,
+)
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors, run, runner_for
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
 from adk_secure_sessions.results import Result
@@ -189,7 +195,7 @@ def verify(
         if store is not None:
             result.blobs = runner.run(blob_maintenance.check_blobs(db, store))
             print_lines(result.blobs)
-    finish(result)
+    report_and_exit(result)
 
 
 @main.command()

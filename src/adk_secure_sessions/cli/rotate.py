@@ -16,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import finish, print_lines, print_result, progress
+from adk_secure_sessions.cli.output import print_lines, print_result, progress, report_and_exit
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, run, runner_for
 from adk_secure_sessions.results import utc_text
 
@@ -125,7 +125,7 @@ def _rotate(
         if not restart:
             for unfinished in runner.run(maintenance.unfinished_rotations(db)):
                 if unfinished.name == name:
-                    _announce(unfinished, dry_run=dry_run, yes=yes)
+                    _confirm_continuation(unfinished, dry_run=dry_run, yes=yes)
         with progress(f"rotate {name}") as report:
             options: dict[str, Any] = {"progress": report, "rows_per_second": rows_per_second}
             result = runner.run(work(db, dry_run=dry_run, restart=restart, **options))
@@ -136,10 +136,12 @@ def _rotate(
                     result.retirement = runner.run(maintenance.retire(db, **options))
         finally:
             print_lines(result)
-    finish(result)
+    report_and_exit(result)
 
 
-def _announce(unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool) -> None:
+def _confirm_continuation(
+    unfinished: "maintenance.UnfinishedRotation", *, dry_run: bool, yes: bool
+) -> None:
     if not unfinished.is_authentic:
         return  # say nothing: the rotation then raises an error, which names the checkpoint
     assert unfinished.since is not None, "an authentic checkpoint has a time"
