@@ -39,11 +39,11 @@ class RowRange(NamedTuple):
         return conditions
 
     async def read(
-        self, read: Reader, query: sa.Select[Any], key: KeyColumn, **parameters: object
+        self, reader: Reader, query: sa.Select[Any], key: KeyColumn, **parameters: object
     ) -> Sequence[Row]:
         """Return the rows of *query*, a constant or cached, whose *key* is in this range."""
         has_limits = RowRange(*(None if limit is None else 0 for limit in self))
-        return await read(_within(query, key, has_limits), self.parameters | parameters)
+        return await reader(_within(query, key, has_limits), self.parameters | parameters)
 
 
 async def pages(
