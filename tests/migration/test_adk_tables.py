@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.json_text import load_state
-from adk_secure_sessions.migration import Package1x, adk_sql, open_source
+from adk_secure_sessions.migration import Package1xTables, adk_sql, open_source
 from adk_secure_sessions.migration.adk_sql import ADK_TABLES, TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
@@ -637,7 +637,7 @@ async def test_plaintext_in_a_database_of_1_x_does_not_make_it_one_of_google_adk
     adk.run(f"UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE NOT {first_and_last}")
     assert await detect(adk.url) == {TableKind.PACKAGE_1X}
     async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
-        assert isinstance(source, Package1x)
+        assert isinstance(source, Package1xTables)
     both = r"in part, by adk-secure-sessions 1\.x: give the key .* if google-adk has written"
     with pytest.raises(ConfigurationError, match=both):
         await open_source(adk.url)
@@ -656,7 +656,7 @@ async def test_one_encrypted_state_forbids_the_advice_to_omit_the_keys(
         await open_source(adk.url, ["env:KEY_OF_1X"])
     adk.run("UPDATE sessions SET state = 'AQFnQUFBQUFC' WHERE id = 's73'")
     async with await open_source(adk.url, ["env:KEY_OF_1X"]) as source:
-        assert isinstance(source, Package1x)
+        assert isinstance(source, Package1xTables)
     async with await open_source(adk.url) as source:  # it is not among the samples
         found = {one.session_id: content for one, content in (await contents(source)).items()}
     assert isinstance(found.pop("s73"), Unreadable)

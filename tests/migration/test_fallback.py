@@ -29,7 +29,7 @@ from adk_secure_sessions import (
     DatabaseError,
     EncryptedSessionService,
 )
-from adk_secure_sessions.migration import Package1x
+from adk_secure_sessions.migration import Package1xTables
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
 from adk_secure_sessions.service import StaleSessionError
@@ -546,7 +546,7 @@ def test_arguments_are_checked(source: MemoryLookup) -> None:
     service = EncryptedSessionService(":memory:", AesGcmBackend(KEY))
     with pytest.raises(ConfigurationError, match="source must be an AdkTables"):
         PlaintextFallbackService(service, InMemorySessionService())  # type: ignore[arg-type]
-    of_1x = Package1x("postgresql+asyncpg://unused.invalid/clinic", ["passphrase"])
+    of_1x = Package1xTables("postgresql+asyncpg://unused.invalid/clinic", ["passphrase"])
     with pytest.raises(ConfigurationError, match="is not plaintext: stop the application"):
         PlaintextFallbackService(service, of_1x)
 

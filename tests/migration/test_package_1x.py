@@ -1,4 +1,4 @@
-"""`Package1x` reads what adk-secure-sessions 1.x returned, and rejects what that rejected.
+"""`Package1xTables` reads what adk-secure-sessions 1.x returned, and rejects what that rejected.
 
 How it works: two databases under tests/vectors/package_1x were written by real releases.  For all
 other cases, `Writer` creates the tables of release 1.1 and later, and encrypts with AES-256-GCM.
@@ -31,7 +31,7 @@ from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.events import decode, microseconds
 from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.migration import adk_rows, adk_sql, open_source
-from adk_secure_sessions.migration.package_1x import Package1x
+from adk_secure_sessions.migration.package_1x import Package1xTables
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.migration.support import ALL, contents, states
 
@@ -143,8 +143,8 @@ def writer(file: Path) -> Iterator[Writer]:
     writer.engine.dispose()
 
 
-def source(file: Path, *keys: str | bytes) -> Package1x:
-    return Package1x(f"sqlite+aiosqlite:///{file}", keys or [KEY])
+def source(file: Path, *keys: str | bytes) -> Package1xTables:
+    return Package1xTables(f"sqlite+aiosqlite:///{file}", keys or [KEY])
 
 
 def event_ids(content: SessionContent | Unreadable) -> list[str]:
@@ -231,7 +231,7 @@ async def test_sessions_states_and_sizes_are_read(
         for user in ("ada", "bob"):
             writer.insert("user_states", app, user, encrypted({"u": user}))
     writer.engine.dispose()
-    async with Package1x(url, [KEY]) as of:
+    async with Package1xTables(url, [KEY]) as of:
         batches = [batch async for batch in of.sessions(ALL)]
         assert [one[:3] for batch in batches for one in batch] == [
             ("mart", "ada", "s1"),
@@ -280,7 +280,7 @@ async def test_service_names_the_tables_of_1x(
     writer.engine.dispose()
     (message,) = await warnings_of_service(url, caplog)
     assert "of adk-secure-sessions 1.x" in message
-    async with Package1x(url, [KEY]) as of:
+    async with Package1xTables(url, [KEY]) as of:
         assert len(await contents(of)) == 1
 
 
@@ -298,7 +298,7 @@ async def test_local_times_of_a_server_are_converted(
     monkeypatch.setenv("PASSPHRASE", base64.b64encode(KEY).decode())
     time.tzset()
     opened = await open_source(url, ["env:PASSPHRASE"])
-    for made in (opened, Package1x(url, [KEY], time_zone=timezone(timedelta(hours=-5)))):
+    for made in (opened, Package1xTables(url, [KEY], time_zone=timezone(timedelta(hours=-5)))):
         async with made as of:
             (content,) = (await contents(of)).values()
         assert isinstance(content, SessionContent)
@@ -414,7 +414,7 @@ async def test_plaintext_in_front_does_not_make_the_key_wrong(file: Path, writer
     for name in ("a", "b", "c", "s"):
         writer.session("ada", name, events=1)
     writer.run("UPDATE sessions SET state = '{}' WHERE id <> 's'")
-    async with Package1x(f"sqlite:///{file}", [KEY]) as of:
+    async with Package1xTables(f"sqlite:///{file}", [KEY]) as of:
         found = {ids[2]: content for ids, content in (await contents(of)).items()}
     assert isinstance(found.pop("s"), SessionContent)
     for bad in found.values():
@@ -426,7 +426,7 @@ async def test_unusable_database_or_key_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         source(tmp_path / "missing.db")
     with pytest.raises(ConfigurationError, match="give the keys"):
-        Package1x(f"sqlite:///{tmp_path}/missing.db")
+        Package1xTables(f"sqlite:///{tmp_path}/missing.db")
     (tmp_path / "empty.db").touch()
     async with source(tmp_path / "empty.db") as of:
         with pytest.raises(ConfigurationError, match="contains no tables"):
@@ -442,7 +442,7 @@ async def test_file_with_the_bytes_of_a_key_is_read(
     key.write_bytes(KEY)
     key.chmod(0o600)
     async with await open_source(f"sqlite:///{file}", [f"file:{key}"]) as source:
-        assert isinstance(source, Package1x)
+        assert isinstance(source, Package1xTables)
         assert await source.count(ALL) == 1
     with pytest.raises(ConfigurationError, match="omit --from-key-db"):
         await open_source(f"sqlite:///{file}", [f"file:{key}"], key_db_url="sqlite:///keys.db")

@@ -32,7 +32,7 @@ from adk_secure_sessions.migration.fallback import (
 from adk_secure_sessions.migration.findings import Finding as Finding
 from adk_secure_sessions.migration.migrate import Migration as Migration
 from adk_secure_sessions.migration.migrate import migrate as migrate
-from adk_secure_sessions.migration.package_1x import Package1x as Package1x
+from adk_secure_sessions.migration.package_1x import Package1xTables as Package1xTables
 from adk_secure_sessions.migration.service_source import ServiceSource as ServiceSource
 from adk_secure_sessions.migration.source_detection import open_source as open_source
 from adk_secure_sessions.migration.sources import Selection as Selection

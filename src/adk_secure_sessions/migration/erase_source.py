@@ -95,11 +95,11 @@ async def erase_source(
     If a run is interrupted, call this function again.
 
     Args:
-        source: An `AdkTables` or a `Package1x`.
+        source: An `AdkTables` or a `Package1xTables`.
         dry_run: Compare, but delete nothing.
 
     Raises:
-        ConfigurationError: *source* is neither an `AdkTables` nor a `Package1x`.
+        ConfigurationError: *source* is neither an `AdkTables` nor a `Package1xTables`.
         DatabaseError: It is unknown whether the rows were deleted: the connection was lost, and
             the source was written to since.
     """

@@ -34,7 +34,7 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.package_1x import Package1x
+from adk_secure_sessions.migration.package_1x import Package1xTables
 from adk_secure_sessions.migration.sources import (
     Ids,
     ListedSession,
@@ -94,7 +94,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
 
     Raises:
         ConfigurationError: An argument has another type, *read_timeout* is not positive, or
-            *source* is a `Package1x`.
+            *source* is a `Package1xTables`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             )
         if not isinstance(source, AdkTables):
             raise ConfigurationError(f"source must be an AdkTables, not {type(source).__name__}")
-        if isinstance(source, Package1x):  # its states are ciphertext
+        if isinstance(source, Package1xTables):  # its states are ciphertext
             raise ConfigurationError(
                 "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "
                 "it is not plaintext: stop the application, and copy the database with `migrate`"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @hides_locals
-class Package1x(AdkTables):
+class Package1xTables(AdkTables):
     """A database of adk-secure-sessions 1.x, which is another author's distribution.
 
     docs/migrate.md names the releases.

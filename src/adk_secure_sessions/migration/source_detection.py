@@ -17,7 +17,7 @@ from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration.adk_sql import TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource
-from adk_secure_sessions.migration.package_1x import Package1x
+from adk_secure_sessions.migration.package_1x import Package1xTables
 from adk_secure_sessions.migration.sources import Source
 
 _AES_KEY_LENGTH = 32
@@ -48,7 +48,7 @@ async def open_source(
 
     google-adk and adk-secure-sessions 1.x use the same names for their tables: if 1.x has encrypted
     one of the first or last states or, with *keys*, any state, the tables are those of 1.x.  For a
-    `Package1x`, states and events in plaintext are unreadable.
+    `Package1xTables`, states and events in plaintext are unreadable.
 
     Args:
         db_url: The database URL.
@@ -85,7 +85,7 @@ async def open_source(
                 "(key_db_url)"
             )
         secrets = chain.from_iterable(map(_secrets, keys))
-        return Package1x(db_url, secrets, time_zone=time_zone)
+        return Package1xTables(db_url, secrets, time_zone=time_zone)
     if has_ours and (has_keys or len(kinds) == 1):
         if not has_keys:
             raise ConfigurationError(
