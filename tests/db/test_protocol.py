@@ -1,6 +1,6 @@
 """Running the steps of a transaction one statement at a time: what no server of the tests does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,18 @@ from adk_secure_sessions.db.protocol import (
     Conflict,
     Executors,
     Parameters,
+    Read,
     Steps,
+    T,
     run_changes,
     run_steps,
+    with_claims,
 )
 
 FIRST, SECOND, THIRD = (sa.text(name) for name in ("first", "second", "third"))
+
+
+FIRST_CLAIMED = FIRST.execution_options(claim=lambda parameters: [Change(THIRD, parameters)])
 
 
 class Database:
@@ -28,13 +34,14 @@ class Database:
         self.matches = matches
         self.statements: list[str] = []
 
+    def run(self, steps: Steps[T]) -> T:
+        return run_steps(steps, self.fetch, partial(run_changes, self.make))
+
     def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Any]:
-        raise AssertionError
+        self.statements.append(f"read {query}")
+        return []
 
-    def applying(self, is_cluster: bool) -> Callable[[Sequence[Change]], bool]:
-        return partial(run_changes, self.run, is_cluster=is_cluster)
-
-    def run(self, change: Change) -> int:
+    def make(self, change: Change) -> int:
         self.statements.append(str(change.statement))
         return self.matches.get(str(change.statement), 1)
 
@@ -47,31 +54,37 @@ def apply_all(*changes: Change) -> Steps[bool]:
 @pytest.mark.parametrize("matched", [0, 2])
 def test_later_change_or_claim_that_matches_not_one_row_is_a_conflict(matched: int) -> None:
     database = Database(second=matched, third=matched)
-    for is_cluster, later in ((False, Change(SECOND, {})), (True, ON_CLUSTER)):
-        steps = apply_all(Change(FIRST, {}), later, Change(THIRD, {}))
+    later = apply_all(Change(FIRST, {}), Change(SECOND, {}), Change(THIRD, {}))
+    claim = with_claims(apply_all(Change(FIRST_CLAIMED, {}), Change(SECOND, {})))
+    for steps in (later, claim):
         with pytest.raises(Conflict):
-            run_steps(steps, database.fetch, database.applying(is_cluster))
+            database.run(steps)
     assert database.statements == ["first", "second", "first", "third"]
 
 
 def test_first_change_that_matches_two_rows_is_a_conflict() -> None:
-    database = Database(first=2)
     with pytest.raises(Conflict):
-        run_steps(apply_all(Change(FIRST, {})), database.fetch, database.applying(False))
-
-
-ON_CLUSTER = Change(THIRD, {}, only_on_cluster=True)
+        Database(first=2).run(apply_all(Change(FIRST, {})))
 
 
 @pytest.mark.parametrize("is_cluster", [True, False])
-@pytest.mark.parametrize(("first", "applied"), [(1, True), (0, False)])
-def test_change_for_clusters_is_made_only_there_and_does_not_count_as_the_first(
-    is_cluster: bool, first: int, applied: bool
+@pytest.mark.parametrize("matched", [1, 0])
+def test_claim_is_made_on_a_cluster_only_and_after_its_statement(
+    is_cluster: bool, matched: int
 ) -> None:
-    database = Database(first=first)
-    steps = apply_all(ON_CLUSTER, Change(FIRST, {}))
-    assert run_steps(steps, database.fetch, database.applying(is_cluster)) is applied
-    assert database.statements == (["third", "first"] if is_cluster else ["first"])
+    database = Database(first=matched)
+    steps = apply_all(Change(FIRST_CLAIMED, {}))
+    assert database.run(with_claims(steps) if is_cluster else steps) is bool(matched)
+    assert database.statements == (["first", "third"] if is_cluster and matched else ["first"])
+
+
+def test_claim_of_a_query_is_made_before_it() -> None:
+    def steps() -> Steps[object]:
+        return (yield Read(FIRST_CLAIMED, {}))
+
+    database = Database()
+    assert database.run(with_claims(steps())) == []
+    assert database.statements == ["third", "read first"]
 
 
 # --- Executors -----------------------------------------------------------------------------------

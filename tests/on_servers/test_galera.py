@@ -27,7 +27,7 @@ from adk_secure_sessions.maintenance import (
     rotate_master,
     verify,
 )
-from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS, claim_data_key
+from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS
 from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
 from adk_secure_sessions.storage.queries import TOUCH_DATA_KEY
@@ -263,7 +263,7 @@ async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cl
     held = {"at_id": key_id, "generation": 0}
 
     def hold() -> Steps[object]:
-        return (yield Apply([*claim_data_key(key_id), Change(TOUCH_DATA_KEY, held)]))
+        return (yield Apply([Change(TOUCH_DATA_KEY, held)]))
 
     assert await executor.write(hold)
     ((after,),) = await executor.read(

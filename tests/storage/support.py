@@ -63,11 +63,10 @@ def name_of(statement: object) -> str:
 
 
 def request(step: Read | Apply) -> str:
-    """What a transaction or a read asks of a database that is no cluster, as text."""
+    """What a transaction or a read asks of a database, as text."""
     if isinstance(step, Read):
         return f"read {name_of(step.query)}"
-    changes = [change for change in step.changes if not change.only_on_cluster]
-    return "apply " + ", ".join(name_of(change.statement) for change in changes)
+    return "apply " + ", ".join(name_of(change.statement) for change in step.changes)
 
 
 def change_in(step: Read | Apply, name: str) -> Change:

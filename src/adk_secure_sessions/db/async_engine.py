@@ -30,6 +30,7 @@ from adk_secure_sessions.db.protocol import (
     Transaction,
     run_changes,
     run_steps,
+    with_claims,
 )
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 
@@ -64,7 +65,7 @@ class AsyncEngineExecutor:
         self._read_timeout = read_timeout
         self._dialect = dialect_of(engine)
         self._is_psycopg = engine.dialect.driver == "psycopg"
-        self._is_cluster: bool | None = None  # None until a server was asked
+        self._is_cluster: bool | None = None  # None until the server was asked
         # With a StaticPool, all tasks share one connection.  `_exclusive_use` then returns a lock.
         # Without this lock, one transaction could contain the statements of several tasks.
         self._has_one_connection = isinstance(engine.pool, StaticPool)
@@ -130,12 +131,9 @@ class AsyncEngineExecutor:
                     connection.rollback()
             if in_one_transaction:
                 self._dialect.set_read_committed(connection)
-            change = partial(self._change, connection)
-            return run_steps(
-                transaction(),
-                partial(self._fetch, connection),
-                partial(run_changes, change, is_cluster=self._is_cluster),
-            )
+            steps = with_claims(transaction()) if self._is_cluster else transaction()
+            apply = partial(run_changes, partial(self._change, connection))
+            return run_steps(steps, partial(self._fetch, connection), apply)
 
         return await self._translating(work, commit=True)
 
@@ -172,6 +170,7 @@ class AsyncEngineExecutor:
                 # The server may answer, but be no use any more: it has become read-only, or it is a
                 # node that has lost its cluster.  A new connection may lead to another server.
                 if self._dialect.is_server and isinstance(translated(error), Disconnected):
+                    self._is_cluster = None
                     await connection.invalidate()
                 raise
             finally:

@@ -362,7 +362,7 @@ class _StatementRunner:
                 else:
                     # Outside a transaction, the first Apply is committed: see `Executor.write`.
                     assert self._in_transaction or answer is not True
-                    changes = [change for change in step.changes if not change.only_on_cluster]
+                    changes = step.changes
                     text, sources = apply_sql(
                         tuple((change.statement, change.must_match_one_row) for change in changes),
                         frozenset(i for i, change in enumerate(changes) if change.rows),

@@ -67,17 +67,15 @@ class Change(NamedTuple):
     # If not empty, `statement` is what `sqlalchemy.insert(table)` returns, and inserts these rows.
     # `parameters` are then not used, and `must_match_one_row` must be False.
     rows: ParameterSets = ()
-    only_on_cluster: bool = False  # whose nodes lock rows separately: see `storage.clusters`
 
 
 class Apply(NamedTuple):
     """Request to make all *changes*, in this order.
 
-    *must_match_one_row* must be True for the first change that is not *only_on_cluster*.  If this
-    change matched no row, nothing was changed, and the answer is False; otherwise it is True.  If a
-    later change with *must_match_one_row* matched no row, or one matched several rows,
-    `Executor.write` rolls back and raises Conflict, or UniqueViolation if an inserted row already
-    exists.
+    *must_match_one_row* must be True for the first change.  If this change matched no row, nothing
+    was changed, and the answer is False; otherwise it is True.  If a later change with
+    *must_match_one_row* matched no row, or one matched several rows, `Executor.write` rolls back
+    and raises Conflict, or UniqueViolation if an inserted row already exists.
 
     Other processes may have written since the transaction's last Read.  The WHERE clause of a
     change must therefore compare columns with the values that the transaction relies on.
@@ -176,22 +174,41 @@ def run_steps(
         return result
 
 
-def run_changes(
-    run: Callable[[Change], int], changes: Sequence[Change], *, is_cluster: bool = False
-) -> bool:
+def run_changes(run: Callable[[Change], int], changes: Sequence[Change]) -> bool:
     """Answer an Apply by *run*, which makes a change and returns how many rows it matched."""
-    is_first = True
     for change in changes:
-        _, _, must_match_one_row, _, only_on_cluster = change
-        if only_on_cluster and not is_cluster:
-            continue
         matched = run(change)
-        if must_match_one_row and matched != 1:
-            if is_first and matched == 0:
+        if matched != 1 and change.must_match_one_row:
+            if matched == 0 and change is changes[0]:
                 return False
             raise Conflict
-        is_first = is_first and only_on_cluster
     return True
+
+
+def with_claims(steps: Steps[T]) -> Steps[T]:
+    """Return *steps*, in which each statement with the execution option `claim` also makes the
+    changes that `claim` returns for its parameters: see `storage.clusters`.
+    """
+    answer: object = None
+    try:
+        while True:
+            step = steps.send(answer)
+            if isinstance(step, Read):
+                yield Apply(_claim(step.query, step.parameters))
+                answer = yield step
+            else:
+                changes: list[Change] = []
+                for change in step.changes:
+                    changes += change, *_claim(change.statement, change.parameters)
+                answer = yield Apply(changes)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _claim(statement: sa.Executable, parameters: Parameters) -> Sequence[Change]:
+    claim = statement.get_execution_options().get("claim")
+    return claim(parameters) if claim else ()
 
 
 # --- Retries -------------------------------------------------------------------------------------

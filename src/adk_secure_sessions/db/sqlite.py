@@ -661,7 +661,7 @@ class WorkerThread:
 
     def _apply(self, driver: sqlite3.Connection, changes: Sequence[Change]) -> bool:
         def change_rows(change: Change) -> int:
-            statement, parameters, _, rows, _ = change
+            statement, parameters, _, rows = change
             execute: Any = driver.executemany if rows else driver.execute
             rowcount: int = execute(sqlite_sql(statement), rows or parameters).rowcount
             return rowcount

@@ -3,16 +3,20 @@
 On a cluster such as MariaDB Galera, a row lock is known to one node only.  But two transactions
 that *write* the same row cannot both commit.  So a transaction that relies on a row also updates
 it.  A second update restores the value.  A node checks this at the commit, so the order of claims
-and other statements does not matter.  On every other database, claims do nothing.
+and other statements does not matter.  On every other database, nobody makes claims.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
 
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Change
+from adk_secure_sessions.db.protocol import Change, Parameters
 from adk_secure_sessions.storage.schema import data_keys, meta_table, sessions, witnesses
+
+# What a statement has in its execution option `claim`: see `db.protocol.with_claims`.
+Claim = Callable[[Parameters], list[Change]]
 
 # The names of rows that claims insert into `secure_meta` and delete again.  A transaction that
 # stores a data key claims one of them, and one that deletes master keys claims all.  If there were
@@ -22,48 +26,36 @@ KEYRING_CLAIMS: tuple[str, ...] = tuple(f"claim.{number:02}" for number in range
 _MINUS_ONE: sa.ColumnElement[int] = sa.literal_column("-1", sa.Integer)
 
 
-def _inverted(column: sa.Column[int], key: sa.Column[Any]) -> sa.Update:
-    """Return an update that a second one undoes; there is no overflow: -1 - (-1 - n) is n."""
-    at: sa.BindParameter[Any] = sa.bindparam(f"at_{key.name}")
-    return sa.update(column.table).where(key == at).values({column: _MINUS_ONE - column})
+def _claim_row(column: sa.Column[int], key: sa.Column[Any], name: str) -> Claim:
+    """Return the claim of the row whose *key* is the parameter *name*.
+
+    It updates *column* twice; there is no overflow: -1 - (-1 - n) is n.
+    """
+    at: sa.BindParameter[Any] = sa.bindparam(name)
+    update = sa.update(column.table).where(key == at).values({column: _MINUS_ONE - column})
+    return lambda parameters: [Change(update, {name: parameters[name]})] * 2
 
 
-_WITNESS = _inverted(witnesses.c.number, witnesses.c.tag)
-_KEY = _inverted(data_keys.c.created_at, data_keys.c.id)
-_SESSION = _inverted(sessions.c.updated_at, sessions.c.tag)
+# Every change of a user's row also writes the user's version witness.
+CLAIM_USER = _claim_row(witnesses.c.number, witnesses.c.tag, "user_tag")
+CLAIM_SESSION = _claim_row(sessions.c.updated_at, sessions.c.tag, "session_tag")
+CLAIM_DATA_KEY = _claim_row(data_keys.c.created_at, data_keys.c.id, "at_id")
 _INSERT_NAME = sa.insert(meta_table)
 _DELETE_NAME = sa.delete(meta_table).where(meta_table.c.name == sa.bindparam("at_name"))
 
 
-def claim_user(tag: bytes) -> list[Change]:
-    """Return the claim of a transaction that relies on the user's row being unchanged.
+def claim_keyring(new_key: Parameters) -> list[Change]:
+    """Return the claim of a transaction that stores *new_key*, and so relies on its master key.
 
-    It writes the user's version witness, which every other change of the user's row also writes.
+    Transactions whose keys have different ids rarely conflict.
     """
-    return [Change(_WITNESS, {"at_tag": tag}, only_on_cluster=True)] * 2
-
-
-def claim_session(tag: bytes) -> list[Change]:
-    """Return the claim of a transaction that relies on the session's row being unchanged."""
-    return [Change(_SESSION, {"at_tag": tag}, only_on_cluster=True)] * 2
-
-
-def claim_data_key(key_id: int) -> list[Change]:
-    """Return the claim of a transaction that relies on a data key being stored."""
-    return [Change(_KEY, {"at_id": key_id}, only_on_cluster=True)] * 2
-
-
-def claim_keyring(number: int) -> list[Change]:
-    """Return the claim of a transaction that stores a data key, and so relies on its master key.
-
-    Transactions with different numbers, which may be any, rarely conflict.
-    """
-    return _claim_name(KEYRING_CLAIMS[number % len(KEYRING_CLAIMS)])
+    key_id: Any = new_key["id"]
+    return _claim_name(KEYRING_CLAIMS[key_id % len(KEYRING_CLAIMS)])
 
 
 def _claim_name(name: str) -> list[Change]:
-    insert = Change(_INSERT_NAME, {"name": name, "value": ""}, only_on_cluster=True)
-    remove = Change(_DELETE_NAME, {"at_name": name}, only_on_cluster=True)
+    insert = Change(_INSERT_NAME, {"name": name, "value": ""})
+    remove = Change(_DELETE_NAME, {"at_name": name})
     # An attacker may have stored such a row.
     return [remove._replace(must_match_one_row=False), insert, remove]
 

@@ -58,7 +58,6 @@ from adk_secure_sessions.keys.data_keys import (
 )
 from adk_secure_sessions.keys.keyring import RETRY_PAUSE, Keyring
 from adk_secure_sessions.storage import queries as sql
-from adk_secure_sessions.storage.clusters import claim_keyring
 from adk_secure_sessions.storage.row_cache import CachedRow, RowCache
 from adk_secure_sessions.storage.schema import Identity, StoredSession, WitnessRow, identify
 
@@ -597,7 +596,7 @@ def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
 def key_insertion(keys: TransactionKeys, row: DataKeyRow) -> list[Change]:
     """Return the changes that store a data key if the stored keyring is the one of *keys*."""
     columns = row._asdict() | keys.keyring_guard()
-    return [*claim_keyring(row.id), Change(sql.INSERT_KEY, columns)]
+    return [Change(sql.INSERT_KEY, columns)]
 
 
 def insertion_changes(statement: sa.Insert, rows: Sequence[Parameters]) -> list[Change]:

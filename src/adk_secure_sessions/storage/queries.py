@@ -15,6 +15,12 @@ from sqlalchemy.ext.compiler import compiles
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import MAX_DATA_KEYS, DataKeyRow
 from adk_secure_sessions.keys.keyring import MAX_MASTERS, MAX_WRAPPED, MasterFingerprint
+from adk_secure_sessions.storage.clusters import (
+    CLAIM_DATA_KEY,
+    CLAIM_SESSION,
+    CLAIM_USER,
+    claim_keyring,
+)
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
     IS_COLLECTION,
@@ -431,7 +437,7 @@ INSERT_KEY = _insert(
         sa.select(sa.func.count()).select_from(keyring.alias()).scalar_subquery()
         == sa.bindparam("master_count", type_=sa.BigInteger),
     ),
-)
+).execution_options(claim=claim_keyring)
 # Locks the row of a data key by setting the generation to its present value.  A concurrent `retire`
 # waits for the lock.  If `retire` has already deleted the key, this statement matches no row, which
 # is a conflict.
@@ -439,6 +445,7 @@ TOUCH_DATA_KEY = (
     sa.update(data_keys)
     .where(data_keys.c.id == sa.bindparam("at_id"))
     .values(generation=sa.bindparam("generation"))
+    .execution_options(claim=CLAIM_DATA_KEY)
 )
 INSERT_APP = sa.insert(apps)
 INSERT_USER = sa.insert(users)
@@ -467,11 +474,12 @@ def _session_of_user(*conditions: sa.ColumnElement[bool]) -> sa.Insert:
     """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     It locks the user's row, so a concurrent `erase_user` waits until the new session is visible,
-    and also erases it.  On a cluster, the lock works on one node only: see `clusters.claim_user`.
+    and also erases it.  On a cluster, where the lock works on one node only, it claims the row.
     """
     row = sa.select(*_parameters(sessions)).select_from(users)
     row = row.where(*_equal(users, "user"), *conditions)
-    return _insert(sessions, row.with_for_update(read=True, key_share=True, of=users))
+    row = row.with_for_update(read=True, key_share=True, of=users)
+    return _insert(sessions, row).execution_options(claim=CLAIM_USER)
 
 
 _CACHED_ROW_TABLES: dict[str, sa.FromClause] = {
@@ -543,6 +551,9 @@ def _lock(table: sa.FromClause, tag: sa.BindParameter[bytes]) -> sa.Select[Any]:
 LOCK_SESSION = _lock(sessions, _session_tag)
 LOCK_APP = _lock(apps, _app_tag)
 LOCK_USER = _lock(users, _user_tag)
+# For transactions that do not change the row which they lock.
+LOCK_SESSION_ONLY = LOCK_SESSION.execution_options(claim=CLAIM_SESSION)
+LOCK_USER_ONLY = LOCK_USER.execution_options(claim=CLAIM_USER)
 
 _AT_ID: sa.BindParameter[int] = sa.bindparam("at_id")
 

@@ -30,7 +30,6 @@ from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.clusters import claim_data_key, claim_user
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.operation_runner import (
     Attempt,
@@ -253,7 +252,7 @@ class OwnerChanges:
             self.new_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
-            self.changes += [*claim_data_key(current.id), Change(sql.TOUCH_DATA_KEY, locked)]
+            self.changes.append(Change(sql.TOUCH_DATA_KEY, locked))
 
     def _require_fresh_keys(self) -> None:
         """If this attempt uses cached data keys, let the next attempt read them again."""
@@ -366,7 +365,7 @@ class CreateSession(Write[SessionView]):
         )  # fmt: skip
         new = NewSession.build(attempt, StoredSession(row, identity.session_id, self.state))
         self._unconfirmed_results[row.id] = new.session
-        return new.session, new.inserts_with_witness(attempt)
+        return new.session, new.inserts_with_witness()
 
 
 class NewSession(NamedTuple):
@@ -401,10 +400,9 @@ class NewSession(NamedTuple):
         attempt.cache_session(session, witness)
         return cls(session, witness, inserts)
 
-    def inserts_with_witness(self, attempt: Attempt) -> Changes:
+    def inserts_with_witness(self) -> Changes:
         """Return the changes that insert all rows except those of the session and its events."""
-        witness = Change(sql.INSERT_WITNESS, as_parameters(self.witness))
-        return [*claim_user(attempt.identity.user_tag), witness, *self.inserts]
+        return [Change(sql.INSERT_WITNESS, as_parameters(self.witness)), *self.inserts]
 
 
 class CachedOwners(NamedTuple):

@@ -296,7 +296,7 @@ class ImportSession(_Import[ImportStatus]):
         columns = as_parameters(new.session.row) | cached.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_CACHED, columns),
-            *new.inserts_with_witness(attempt),
+            *new.inserts_with_witness(),
             Change(sql.INSERT_MIGRATED, row._asdict()),
         ]
         if not (yield from self._apply(attempt, new, changes)):
@@ -316,7 +316,7 @@ class ImportSession(_Import[ImportStatus]):
         # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
         # then sees that tombstone.
         remember = Change(sql.INSERT_MIGRATED, row._asdict())
-        changes = [remember, *owner_changes.changes, insert, *new.inserts_with_witness(attempt)]
+        changes = [remember, *owner_changes.changes, insert, *new.inserts_with_witness()]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 

@@ -13,7 +13,6 @@ from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_s
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
-from adk_secure_sessions.storage.clusters import claim_session, claim_user
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.index_rows import Differences, IndexState
@@ -189,7 +188,7 @@ class CorrectIndexRows(Write[int]):
     of_user: bool
 
     def lock_queries(self) -> Sequence[sa.Executable]:
-        return (sql.LOCK_USER if self.of_user else sql.LOCK_SESSION,)
+        return (sql.LOCK_USER_ONLY if self.of_user else sql.LOCK_SESSION_ONLY,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
@@ -198,10 +197,7 @@ class CorrectIndexRows(Write[int]):
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
-        # On a cluster, the lock of the row is known to one node only.
-        user, session = attempt.identity.user_tag, attempt.identity.session_tag
-        claim = claim_user(user) if self.of_user else claim_session(session)
-        yield from apply_or_conflict([*claim, *differences.changes(row_id)])
+        yield from apply_or_conflict(differences.changes(row_id))
         return differences.total
 
 
