@@ -260,6 +260,30 @@ async def test_cancelled_upload_leaves_nothing(store: BlobStore, small_objects: 
     assert await store.stored_blobs() == {}
 
 
+async def test_object_that_is_stored_after_the_cancellation_is_deleted(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, sent, goes_on = store._put, asyncio.Event(), asyncio.Event()
+
+    async def slow_put(*arguments: Any) -> None:
+        sent.set()
+        request = asyncio.ensure_future(put(*arguments))  # the store does not notice the cancel
+        await goes_on.wait()
+        await request
+
+    monkeypatch.setattr(store, "_put", slow_put)
+    upload = asyncio.create_task(store.put_stream(new_name(), pieces_of(content(700))))
+    await sent.wait()
+    await asyncio.sleep(0)  # `put_stream` waits for its last object
+    upload.cancel()
+    await asyncio.sleep(0.05)
+    assert not upload.done()  # until it is known what was stored
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    assert await store.stored_blobs() == {}
+
+
 async def test_reader_that_stops_early_ends_the_read(store: BlobStore, small_objects: None) -> None:
     name = await put(store, content(5000))
     stream: Any = store.get_stream(name, 5000)

@@ -102,7 +102,9 @@ class BlobStore(ABC):
                     await gather_all(*done)  # raises the error of an upload
                 uploads.add(asyncio.create_task(self._put(name, str(number), bytes(data))))
                 number += 1
-            await gather_all(*uploads)
+            if uploads:
+                done, uploads = await asyncio.wait(uploads)  # which cancels nothing
+                await gather_all(*done)
         except BaseException:
             cleanup = asyncio.ensure_future(self._discard(name, uploads))
             await wait_ignoring_cancel(cleanup)
