@@ -1,6 +1,7 @@
 """`EncryptedSessionWrapper` before ADK's session services: use, secrecy, erasure, rotations."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -176,13 +177,15 @@ async def test_user_id_can_be_used_again_after_an_erasure(
 
 
 async def test_unreadable_sessions_can_be_left_out_of_listings(
-    inner: Inner, open_wrapper: Open, key_url: str
+    inner: Inner, open_wrapper: Open, key_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "adk_secure_sessions.audit")
     service = open_wrapper(inner.open(), skip_unreadable_sessions=True)
     await create(service, "gone", user_id="gone", state=STATE)
     await create(service, "kept", user_id="kept", state=STATE)
     await erase(key_url, "gone")
     assert [one.id for one in await listed(service, None)] == ["kept"]
+    assert sum("record.rejected" in message for message in caplog.messages) == 1
 
 
 async def test_running_wrapper_does_not_write_with_an_erased_key(

@@ -29,7 +29,7 @@ from google.adk.sessions.base_session_service import GetSessionConfig, ListSessi
 from google.genai import types
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, AuditedCall, audited_access
+from adk_secure_sessions.audit import Audit, AuditedCall, audited_access, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.caches import Caches
@@ -264,6 +264,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             except DecryptionError as error:
                 if not self._skips_unreadable:
                     raise
+                record_rejected(error)
                 logger.error("left out of a listing: %s", error)
         return ListSessionsResponse(sessions=listed)
 
