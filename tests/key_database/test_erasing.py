@@ -36,13 +36,15 @@ async def test_erasure_that_fails_after_the_keys_is_completed_by_the_next(
 ) -> None:
     async with pair.service() as service:
         await create(service)
-    db, faults = with_faults(pair.maintained)
-    async with db:
-        await db.keyring()
-        # The first work on the data looks for `secure_migrated`.
-        faults.data.before(Point.WORK, failure, nth=2)
-        with pytest.raises((Killed, SecureSessionError), match=message):
-            await erase_user(db, APP, "ada")
+        db, faults = with_faults(pair.maintained)
+        async with db:
+            await db.keyring()
+            # The first work on the data looks for `secure_migrated`.
+            faults.data.before(Point.WORK, failure, nth=2)
+            with pytest.raises((Killed, SecureSessionError), match=message):
+                await erase_user(db, APP, "ada")
+        with pytest.raises(UnknownKeyError):
+            await find(service)  # although the service had cached the key
     assert (count(pair.keys, "secure_data_keys"), count(pair.data, "secure_users")) == (1, 1)
     async with pair.service() as service:
         with pytest.raises(UnknownKeyError):

@@ -167,9 +167,9 @@ async def erase_user(
         # been committed, and the next one finds nothing.
         deleted |= _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
 
-    if has_key_database:  # delete the keys first: then nobody can decrypt the rows
-        await db.runner.keys.run_sync(partial(delete, deletes_rows=False))
     try:
+        if has_key_database:  # delete the keys first: then nobody can decrypt the rows
+            await db.runner.keys.run_sync(partial(delete, deletes_rows=False))
         await db.runner.data.run_sync(partial(delete, deletes_keys=not has_key_database))
     except SecureSessionError as error:
         if dry_run or not (has_key_database and deleted[data_keys.name]):
@@ -181,9 +181,11 @@ async def erase_user(
             retryable=error.retryable,
             code=getattr(error, "code", None),
         ) from None
+    finally:  # also if this task is cancelled while a transaction runs
+        if not dry_run:
+            empty_caches()
     obstacle = "nothing was deleted"
     if not dry_run:
-        empty_caches()
         obstacle = await clear_deleted_bytes(
             executors.key_tables, data_keys, db.limits.lock_wait, rewrites_table=rewrite
         )
