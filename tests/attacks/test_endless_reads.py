@@ -154,8 +154,9 @@ ENDLESS_TRIGGER = {
     "postgresql": [
         "CREATE FUNCTION endless() RETURNS trigger LANGUAGE plpgsql AS "
         "'BEGIN LOOP PERFORM pg_sleep(0.05); END LOOP; END'",
-        "CREATE TRIGGER slow BEFORE INSERT ON secure_events "
-        "FOR EACH ROW EXECUTE FUNCTION endless()",
+        # At the COMMIT, which is a statement of its own with psycopg.
+        "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON secure_events "
+        "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION endless()",
     ],
     "mysql": [
         "CREATE TRIGGER slow BEFORE INSERT ON secure_events FOR EACH ROW "

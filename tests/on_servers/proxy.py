@@ -3,7 +3,9 @@
 How it works: `proxy_before(url)` listens on a Unix socket and passes all bytes on to the server,
 message by message.  After `cut(how, number)`, it cuts the connection once, at the client's message
 of that number.  `leave` says whether it came to that: a test increases the number until it did not.
-Between `stall` and `go_on`, it passes nothing on, as a server that does not answer.
+Between `stall` and `go_on`, it passes nothing on, as a server that does not answer.  After
+`forget`, it cuts each open connection at the client's next message, as a firewall that has dropped
+idle connections.
 """
 
 import asyncio
@@ -36,10 +38,19 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._passes = asyncio.Event()
         self._passes.set()
+        self._until_stall = 0
+        self._forgotten: set[asyncio.StreamWriter] = set()
 
-    def stall(self) -> None:
-        """Pass nothing on, in neither direction, until `go_on`."""
-        self._passes.clear()
+    def stall(self, number: int = 0) -> None:
+        """Pass nothing on, in neither direction, after *number* more messages of the client, until
+        `go_on`.
+        """
+        self._until_stall = number
+        if not number:
+            self._passes.clear()
+
+    def forget(self) -> None:
+        self._forgotten = set(self._writers)
 
     def go_on(self) -> None:
         self._passes.set()
@@ -62,7 +73,7 @@ class Proxy:
         deaf = asyncio.Event()  # the server's next answer is not passed on
 
         async def ask() -> None:
-            while data := await client.read(1 << 20):
+            while (data := await client.read(1 << 20)) and to_client not in self._forgotten:
                 await self._passes.wait()
                 counted = self._countdown
                 if counted >= 0:
@@ -73,6 +84,10 @@ class Proxy:
                     deaf.set()
                 to_server.write(data)
                 await to_server.drain()
+                if self._until_stall > 0:
+                    self._until_stall -= 1
+                    if self._until_stall == 0:
+                        self.stall()
                 if counted == 0 and self._how is Cut.AT_ONCE:
                     return
 

@@ -106,6 +106,21 @@ def test_loop_that_ends_with_an_error_or_with_tasks_closes_its_connections_too(
     asyncio.run(go_on(service, session))
 
 
+def test_service_is_closed_after_a_loop_that_was_closed_with_a_write_pending(
+    url: URL, server: Server
+) -> None:
+    service, loop = by_url(url), asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # at the end, it logs that a task was pending
+    session = loop.run_until_complete(create(service))
+    with server.rows_locked(url, "secure_sessions"):
+        left = loop.create_task(service.append_event(session, event("left")))
+        loop.run_until_complete(asyncio.sleep(0.3))
+        loop.close()
+        asyncio.run(asyncio.wait_for(service.close(), 30))
+    assert not left.done()
+    asyncio.run(reload(service, session))
+
+
 def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
     url: URL, server: Server, no_resource_is_left: Callable[[], None]
 ) -> None:

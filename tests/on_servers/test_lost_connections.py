@@ -101,6 +101,23 @@ async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
     record.fault(f"connections ended/{database_of(url)}", times=3 * 5, acknowledged=13)
 
 
+async def test_idle_connections_that_the_network_has_dropped_disturb_nobody(
+    by_proxy: tuple[Proxy, BaseSessionService],
+) -> None:
+    proxy, service = by_proxy
+    session = await create(service)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: reload(service, session),
+        lambda: service.append_event(session, event("text")),
+    ]
+    for call in calls:
+        await together(*(reload(service, session) for _ in range(9)))
+        proxy.forget()
+        await call()
+    assert await reload(service, session) == session
+    assert len(session.events) == 1
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -64,6 +65,34 @@ async def test_slow_server_is_an_error_that_may_be_tried_again(url: sa.URL, reco
         pause=pause,
     )
     record.figure(f"slow server/{database_of(url)}/until the error", longest, "s")
+
+
+@on_drivers("asyncpg")
+async def test_read_behind_a_pooler_that_stops_answering_ends(url: sa.URL) -> None:
+    """It is a transaction of several messages, and the server stops after each of them."""
+    options: Any = {"connect_args": {"statement_cache_size": 0}}  # says that there is a pooler
+    async with (
+        proxy_before(url) as (proxy, by_proxy),
+        EncryptedSessionService(
+            by_proxy, AesGcmBackend(KEY), read_timeout=LIMIT, **options
+        ) as service,
+    ):
+        session = await create(service)
+        for number in range(4):
+            assert await reload(service, session) == session
+            proxy.stall(number)
+            with pytest.raises(DatabaseError) as raised:
+                await asyncio.wait_for(find(service, session), 30)
+            assert raised.value.retryable
+            proxy.go_on()
+            assert await reload(service, session) == session
+            proxy.stall(number)
+            read = asyncio.ensure_future(find(service, session))
+            await asyncio.sleep(LIMIT / 4)
+            read.cancel()
+            await asyncio.wait([read], timeout=30)
+            assert read.cancelled()
+            proxy.go_on()
 
 
 async def test_append_during_a_pause_of_the_server_is_stored_once(

@@ -116,8 +116,8 @@ class AsyncEngineExecutor:
         )
 
     async def close(self) -> None:
-        if os.getpid() != self._pid:
-            return  # not used in this process: all tasks and connections are those of the parent
+        if not self.may_be_connected():
+            return
         while tasks := [*self._tasks, *self._cancel_requests]:
             await asyncio.wait(tasks)
         if self._owns_engine:
@@ -164,7 +164,9 @@ class AsyncEngineExecutor:
                     await connection.run_sync(self._dialect.begin_immediate)
                 result = await connection.run_sync(work)
                 if commit:
-                    await connection.commit()
+                    await connection.run_sync(
+                        lambda sync: self._with_time_limit(sync.commit, writes=True)
+                    )
                 return result
             except Exception as error:
                 # The server may answer, but be no use any more: it has become read-only, or it is a
@@ -317,6 +319,15 @@ class AsyncEngineExecutor:
                     pass  # `__anext__()` has ended; the generator now waits at its `yield`
             self._calls += 1
         return is_first
+
+    def may_be_connected(self) -> bool:
+        """Return whether `close` may have tasks to wait for, and connections to close."""
+        if os.getpid() != self._pid:
+            return False  # not used in this process: all are those of the parent
+        if self._loop is not None and self._loop.is_closed():
+            self.begin_call()  # forgets the tasks of that loop, which never end
+            self.end_call()
+        return True
 
     def end_call(self) -> None:
         """Register the end of a call."""

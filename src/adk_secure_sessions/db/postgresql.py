@@ -20,8 +20,8 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from sqlalchemy.util import greenlet_spawn
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_option_error
 from adk_secure_sessions.db.failures import (
-    is_read_only,
     needs_unprepared,
     pool_timed_out_error,
     timed_out_error,
@@ -112,8 +111,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self.end_call()
 
     async def close(self) -> None:
-        if os.getpid() != self._pid:
-            return  # the slots are those of the parent process, too
+        if not self.may_be_connected():
+            return
         # Each operation holds a slot (see `_new_slots`).  So when this method has taken all slots,
         # no operation is running.
         slots = 0
@@ -184,9 +183,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 translated_error = _translated_asyncpg(error, connection_lost=driver.is_closed())
                 is_lost = isinstance(translated_error, Disconnected)
                 usable = not (is_lost or statements.has_timed_out)
-                if is_read_only(error):
-                    while self._idle:  # new connections may lead to another server
-                        self._discard(self._idle.pop())
+                # The network may have ended all connections that were idle, or new connections may
+                # lead to another server.
+                while self._idle and not usable:
+                    self._discard(self._idle.pop())
                 raise translated_error from None
             finally:
                 await self._release(pooled, usable=usable)
@@ -233,7 +233,9 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         """Remove a connection from the pool, which may then open another, and close it."""
         driver = pooled.driver_connection
         pooled.detach()
-        self._in_background(_close(driver))
+        with suppress(RuntimeError):  # the loop was closed while this task waited: it is destroyed
+            asyncio.get_running_loop()
+            self._in_background(_close(driver))
 
     def _new_slots(self) -> asyncio.Semaphore:
         """Return a semaphore with one slot for each connection that may be in use.
@@ -331,7 +333,7 @@ class _StatementRunner:
         return await self._with_time_limit(text, [parameters[name] for name in names])
 
     async def _with_time_limit(
-        self, text: str, values: list[object], *, writes: bool = False
+        self, text: str, values: list[object] | None, *, writes: bool = False
     ) -> Sequence[Row]:
         seconds = write_timeout(self._timeout) if writes else self._timeout
         try:
@@ -348,9 +350,29 @@ class _StatementRunner:
         """Run *steps* and return their result; each Read or Apply is one statement."""
         if not (in_one_transaction or self._pooler.is_found):
             return await self._run_steps(steps)
-        async with self._driver.transaction(isolation="read_committed"):
-            self._in_transaction = True
+        async with self._transaction(writes=True):
             return await self._run_steps(steps)
+
+    @asynccontextmanager
+    async def _transaction(self, *, writes: bool) -> AsyncIterator[None]:
+        """Run the block in a transaction.
+
+        It is not one of asyncpg, whose statements have no time limit, and which would wait for the
+        answer to ROLLBACK after a statement has timed out.
+        """
+        await self._with_time_limit("BEGIN ISOLATION LEVEL READ COMMITTED", None, writes=writes)
+        self._in_transaction = True
+        try:
+            yield
+            await self._with_time_limit("COMMIT", None, writes=writes)
+        except Exception as error:
+            # After a time-out, the connection is closed instead.
+            if not (self.has_timed_out or isinstance(error, TimeoutError)):
+                with suppress(Exception):
+                    await self._with_time_limit("ROLLBACK", None, writes=writes)
+            raise
+        finally:
+            self._in_transaction = False
 
     async def _run_steps(self, steps: Steps[T]) -> T:
         answer: object = None
@@ -374,9 +396,12 @@ class _StatementRunner:
             return result
 
     async def _execute(
-        self, text: str, values: list[object], seconds: float | None
+        self, text: str, values: list[object] | None, seconds: float | None
     ) -> Sequence[Row]:
         rows: Sequence[Row]
+        if values is None:  # BEGIN, COMMIT or ROLLBACK
+            await self._driver.execute(text, timeout=seconds)
+            return []
         if not self._pooler.is_found:
             try:
                 if (statement := self._prepared.get(text)) is None:
@@ -396,7 +421,8 @@ class _StatementRunner:
             statement = None
             if self._in_transaction:
                 raise Conflict  # the server has aborted the transaction
-        async with nullcontext() if self._in_transaction else self._driver.transaction():
+        # A write of several steps is in a transaction already: see `run_steps`.
+        async with nullcontext() if self._in_transaction else self._transaction(writes=False):
             statement = await self._driver.prepare(text, name="", timeout=seconds)
             rows = await statement.fetch(*values, timeout=seconds)
             return rows
