@@ -64,15 +64,7 @@ from adk_secure_sessions.migration.sources import SessionContent
 from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import GetSession
 from tests.blob_pieces import decrypt_pieces, encrypted
-from tests.storage.support import (
-    DATABASE_ID,
-    WHO,
-    RawRow,
-    Stored,
-    data_keys,
-    key_rows,
-    one_database,
-)
+from tests.storage.support import DATABASE_ID, WHO, RawRow, Stored, data_keys, key_rows
 
 Target = Callable[[bytes], None]
 
@@ -205,9 +197,8 @@ class _World:
 
     def read(self, rows: list[RawRow]) -> object:
         """Return what a process reads that has not read any of *rows* before."""
-        executors, _ = one_database(rows)
-        attempt = self.stored.attempt(keys=TransactionKeys(data_keys()))
-        found = asyncio.run(GetSession(WHO, _as_stored, self.limit).execute(attempt, executors))
+        attempt = self.stored.attempt(TransactionKeys(data_keys()), rows)
+        found = asyncio.run(GetSession(WHO, _as_stored, self.limit).execute(attempt))
         if found is None:
             return None
         view, history = found

@@ -261,15 +261,15 @@ class Stored:
         for one in sealed_rows.seal_events(sealing, session.row.id, 0, texts, links, NO_LINK):
             self._rows.append(raw(EVENT, [one.seq, one.time], one.record))
 
-    def reading(self) -> Attempt:
-        """An attempt that has read the stored data keys."""
+    def reading(self, *answers: object) -> Attempt:
+        """An attempt that has read the stored data keys, and reads *answers*."""
         keys = TransactionKeys(self.keys)
         keys.unwrap(self.key_rows, fingerprints())
-        return self.attempt(keys)
+        return self.attempt(keys, *answers)
 
-    def attempt(self, keys: TransactionKeys) -> Attempt:
-        cache = RowCache(10)
-        return Attempt(WHO, keys, KeyRetryState(), cache, KeySource.QUERY, False, cache.entry_count)
+    def attempt(self, keys: TransactionKeys, *answers: object) -> Attempt:
+        executors, _ = one_database(*answers)
+        return Attempt(executors, WHO, keys, KeyRetryState(), RowCache(10), KeySource.QUERY, False)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

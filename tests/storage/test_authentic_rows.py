@@ -13,18 +13,7 @@ from adk_secure_sessions.storage.reads import ListSessions
 from adk_secure_sessions.storage.row_cache import CachedEvents, RowCache
 from adk_secure_sessions.storage.schema import UserRow
 from adk_secure_sessions.storage.writes import CreateSession, OwnerChanges
-from tests.storage.support import (
-    APP,
-    BLOB,
-    EVENT,
-    SESSION,
-    USER,
-    WHO,
-    WITNESS,
-    Stored,
-    one_database,
-    owner_row,
-)
+from tests.storage.support import APP, BLOB, EVENT, SESSION, USER, WHO, WITNESS, Stored, owner_row
 
 
 def test_row_of_another_tag_is_not_the_requested_one() -> None:
@@ -51,13 +40,13 @@ async def test_session_that_is_stored_twice_is_listed_once(
     """Possible in a table that was rebuilt without its keys."""
     stored = Stored()
     rows = [row for row in stored.rows() if row[0] != EVENT]
-    twice, _ = one_database(*[[*rows, *(row for row in rows if row[0] == SESSION)]] * 2)
+    twice = [*rows, *(row for row in rows if row[0] == SESSION)]
     with pytest.raises(TamperedError, match="secure_sessions row 3: it is stored twice"):
         await ListSessions(WHO, of_app=of_app, skips_unreadable=False).execute(
-            stored.reading(), twice
+            stored.reading(twice)
         )
     views = await ListSessions(WHO, of_app=of_app, skips_unreadable=True).execute(
-        stored.reading(), twice
+        stored.reading(twice)
     )
     assert [view.session.row.id for view in views] == [3]
     assert len(caplog.records) == 1
@@ -66,11 +55,9 @@ async def test_session_that_is_stored_twice_is_listed_once(
 async def test_session_of_a_user_who_is_not_in_the_listing_is_rejected() -> None:
     stored = Stored()
     rows = [(*row[:2], 99, *row[3:]) if row[0] == SESSION else row for row in stored.rows()]
-    executors, _ = one_database([row for row in rows if row[0] != EVENT])
+    listed = [row for row in rows if row[0] != EVENT]
     with pytest.raises(TamperedError, match="its user's row was removed"):
-        await ListSessions(WHO, of_app=True, skips_unreadable=False).execute(
-            stored.reading(), executors
-        )
+        await ListSessions(WHO, of_app=True, skips_unreadable=False).execute(stored.reading(listed))
 
 
 def test_user_of_another_apps_row_gets_no_session() -> None:

@@ -83,7 +83,7 @@ class Scripted(StorageOperation[object]):
         self._script = list(script)
         self.attempts: list[Attempt] = []
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> object:
+    async def execute(self, attempt: Attempt) -> object:
         self.attempts.append(attempt)
         outcome = self._script.pop(0)
         if callable(outcome):

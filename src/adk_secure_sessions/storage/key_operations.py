@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from adk_secure_sessions.db.protocol import Executors, Steps
+from adk_secure_sessions.db.protocol import Steps
 from adk_secure_sessions.formats.records import HEADER_LENGTH, keep_packed, packing_of
 from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.storage import queries as sql
@@ -62,8 +62,8 @@ class ReadOwner(StorageOperation[DecryptedOwner | None]):
 
     of_user: bool = False
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> DecryptedOwner | None:
-        rows = await attempt.read(executors, sql.OWNERS)
+    async def execute(self, attempt: Attempt) -> DecryptedOwner | None:
+        rows = await attempt.read(sql.OWNERS)
         owner = _open_owner(attempt, rows, of_user=self.of_user)
         if owner is None:
             return None
@@ -117,8 +117,8 @@ class ReadWholeSession(StorageOperation[DecryptedSession[E] | None]):
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.checks_owners
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> DecryptedSession[E] | None:
-        rows = await attempt.read(executors, sql.SESSION_WITH_ALL_EVENTS)
+    async def execute(self, attempt: Attempt) -> DecryptedSession[E] | None:
+        rows = await attempt.read(sql.SESSION_WITH_ALL_EVENTS)
         if self.checks_owners:
             _, user = sealed_rows.open_owners(attempt, rows)
         else:
@@ -189,15 +189,15 @@ class EnsureOwners(Write[TransactionKeys]):
 
     audited_as = "owners"
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> TransactionKeys:
-        rows = await attempt.read(executors, sql.OWNERS)
+    async def execute(self, attempt: Attempt) -> TransactionKeys:
+        rows = await attempt.read(sql.OWNERS)
         app, user = sealed_rows.open_owners(attempt, rows)
         if app and user:
             keys = attempt.keys
             if all(keys.current_is_as_new_as(one.row.tag, one.row.record) for one in (app, user)):
                 attempt.run_commit_callbacks()
                 return keys
-        return await super().execute(attempt, executors)
+        return await super().execute(attempt)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[TransactionKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)
@@ -219,9 +219,9 @@ class UseKeys(StorageOperation[T]):
 
     work: Callable[[TransactionKeys, bool], Awaitable[T]]
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> T:
+    async def execute(self, attempt: Attempt) -> T:
         is_current = attempt.key_source is not KeySource.CACHE
         if is_current:
-            rows = await attempt.read(executors, sql.OWNERS)
+            rows = await attempt.read(sql.OWNERS)
             sealed_rows.open_owners(attempt, rows)
         return await self.work(attempt.keys, is_current)

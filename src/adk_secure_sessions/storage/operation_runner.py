@@ -114,6 +114,7 @@ class Attempt(NamedTuple):
     would reject this older row as replayed.
     """
 
+    executors: Executors
     identity: Identity
     keys: TransactionKeys
     key_retries: KeyRetryState  # all attempts at one operation share and change it
@@ -162,12 +163,10 @@ class Attempt(NamedTuple):
             self.keys.unwrap(rows.data_keys, rows.master_fingerprints)
         return rows
 
-    async def read(
-        self, executors: Executors, query: sql.QueryVariants, **parameters: object
-    ) -> sql.QueryRows:
+    async def read(self, query: sql.QueryVariants, **parameters: object) -> sql.QueryRows:
         """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
         values = {**self.identity.tags(), **parameters}
-        answer = await executors.data.read(self.variant_of(query), values)
+        answer = await self.executors.data.read(self.variant_of(query), values)
         return self.unwrap_rows(query, answer)
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
@@ -226,7 +225,7 @@ class StorageOperation(ABC, Generic[T_co]):
     identity: Identity
 
     @abstractmethod
-    async def execute(self, attempt: Attempt, executors: Executors) -> T_co: ...
+    async def execute(self, attempt: Attempt) -> T_co: ...
 
 
 class _OpenState(NamedTuple):
@@ -390,6 +389,7 @@ class OperationRunner:
                 packing=self.packing,
             )
             attempt = Attempt(
+                self.executors,
                 identity,
                 keys,
                 key_retries,
@@ -408,7 +408,7 @@ class OperationRunner:
                         tags = [identity.app_tag, identity.user_tag]
                         rows = await read_data_keys(self.executors.key_tables.read, tags)
                         keys.unwrap(rows.data_keys, rows.master_fingerprints)
-                    result = await operation.execute(attempt, self.executors)
+                    result = await operation.execute(attempt)
                 except CachedRowOutdated:
                     continue
                 except (UnknownKeyError, StaleKeyring, NeedsDataKey) as error:

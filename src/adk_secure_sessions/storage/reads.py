@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
-from adk_secure_sessions.db.protocol import Executors, Row
+from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import NO_LINK
 from adk_secure_sessions.storage import queries as sql
@@ -61,15 +61,13 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             self.limit = min(self.limit, _MAX_EVENTS)
             self.caches = self.caches and self.limit != 0
 
-    async def execute(
-        self, attempt: Attempt, executors: Executors
-    ) -> tuple[SessionView, list[E]] | None:
+    async def execute(self, attempt: Attempt) -> tuple[SessionView, list[E]] | None:
         if self.caches:
             cached = attempt.row_cache.events.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.EVENT_CACHE, hit=cached is not None)
             if cached is not None:
                 query, first = sql.SESSION_WITH_EVENTS_FROM, cached.revision
-                rows = await attempt.read(executors, query, first=first)
+                rows = await attempt.read(query, first=first)
                 try:
                     return await self._open(attempt, rows, cached)
                 except _DoesNotFollow:
@@ -77,7 +75,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         query = sql.SESSION_WITH_ALL_EVENTS
         if self.limit is not None:
             query = sql.SESSION_WITH_LAST_EVENTS if self.limit else sql.SESSION_WITHOUT_EVENTS
-        return await self._open(attempt, await attempt.read(executors, query, limit=self.limit))
+        return await self._open(attempt, await attempt.read(query, limit=self.limit))
 
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: CachedEvents | None = None
@@ -224,9 +222,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
     limit: int
     newest: bool
 
-    async def execute(
-        self, attempt: Attempt, executors: Executors
-    ) -> Page[E, EventPosition] | None:
+    async def execute(self, attempt: Attempt) -> Page[E, EventPosition] | None:
         position, limit, query = self.position, self.limit, sql.SESSION_WITH_EVENTS_BETWEEN
         if not self.newest:
             first = position.seq + 1 if position else 0
@@ -235,7 +231,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
             first, last = position.seq - limit, position.seq
         else:
             query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
-        rows = await attempt.read(executors, query, first=first, last=last, limit=limit + 1)
+        rows = await attempt.read(query, first=first, last=last, limit=limit + 1)
         _, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None or session.has_expired:
@@ -301,11 +297,9 @@ class Listing(StorageOperation[T]):
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skips_unreadable
 
-    async def _views(
-        self, attempt: Attempt, executors: Executors, rows: QueryRows
-    ) -> list[SessionView]:
+    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionView]:
         """Return the sessions or collections in *rows* that have not, or have, expired."""
-        owners = {user.row.id: user for user in await self._users(attempt, executors, rows)}
+        owners = {user.row.id: user for user in await self._users(attempt, rows)}
         app = sealed_rows.open_app(attempt, rows)
         app_state = app.state if app else b""
         checked_users: set[int] = set()  # the users of *app*, so that each is checked once
@@ -335,7 +329,7 @@ class Listing(StorageOperation[T]):
                 self._skip_or_raise(attempt, error)
         return views
 
-    async def _users(self, attempt: Attempt, executors: Executors, rows: QueryRows) -> list[Owner]:
+    async def _users(self, attempt: Attempt, rows: QueryRows) -> list[Owner]:
         """Return the users in *rows* that can be decrypted."""
         if not self.of_app:
             try:
@@ -345,8 +339,9 @@ class Listing(StorageOperation[T]):
                 rows.sessions.clear()
                 return []
             return [user] if user else []
-        if executors.has_key_database:
-            keys = await read_data_keys(executors.key_tables.read, [row.tag for row in rows.users])
+        if attempt.executors.has_key_database:
+            tags = [row.tag for row in rows.users]
+            keys = await read_data_keys(attempt.executors.key_tables.read, tags)
             attempt.keys.unwrap(keys.data_keys, keys.master_fingerprints)
         owners = []
         for row in rows.users:
@@ -368,12 +363,12 @@ class Listing(StorageOperation[T]):
 class ListSessions(Listing[list[SessionView]]):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
+    async def execute(self, attempt: Attempt) -> list[SessionView]:
         query = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         if self.is_collection:
             query = sql.COLLECTIONS_OF_USER
-        rows = await attempt.read(executors, query)
-        return await self._views(attempt, executors, rows)
+        rows = await attempt.read(query)
+        return await self._views(attempt, rows)
 
 
 class SessionPosition(NamedTuple):
@@ -428,11 +423,11 @@ class ListPage(Listing[PageOfSessions]):
             "updated_until": updated.stop,
         }
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> PageOfSessions:
+    async def execute(self, attempt: Attempt) -> PageOfSessions:
         limit, after = self._options.limit, self._options.after
-        views, after = await self._part(attempt, executors, after, limit)
+        views, after = await self._part(attempt, after, limit)
         while after is not None and len(views) < limit:
-            part, after = await self._part(attempt, executors, after, max(limit, _PART))
+            part, after = await self._part(attempt, after, max(limit, _PART))
             views += part
         if len(views) > limit or (len(views) == limit and after is not None):
             last = views[limit - 1].session
@@ -440,7 +435,7 @@ class ListPage(Listing[PageOfSessions]):
         return Page(views[:limit], after)
 
     async def _part(
-        self, attempt: Attempt, executors: Executors, position: SessionPosition | None, limit: int
+        self, attempt: Attempt, position: SessionPosition | None, limit: int
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""
         query = sql.page_of_sessions(
@@ -450,7 +445,7 @@ class ListPage(Listing[PageOfSessions]):
             by_time=self._options.updated is not None,
             found_by=self.found_by,
         )
-        rows = await attempt.read(executors, query, **self._parameters(position, limit))
+        rows = await attempt.read(query, **self._parameters(position, limit))
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
@@ -460,7 +455,7 @@ class ListPage(Listing[PageOfSessions]):
             del rows.sessions[limit:]
             last = rows.sessions[-1]
             after = SessionPosition(last.user_row, last.id)
-        views = await self._views(attempt, executors, rows)
+        views = await self._views(attempt, rows)
         # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
         return Page(views, after if rows.sessions else None)
 
@@ -468,7 +463,7 @@ class ListPage(Listing[PageOfSessions]):
 class GetStates(StorageOperation[tuple[bytes, bytes]]):
     """Read the states of an app and a user as JSON; `{}` for one that is not stored."""
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> tuple[bytes, bytes]:
-        rows = await attempt.read(executors, sql.OWNERS)
+    async def execute(self, attempt: Attempt) -> tuple[bytes, bytes]:
+        rows = await attempt.read(sql.OWNERS)
         app, user = sealed_rows.open_owners(attempt, rows)
         return app.state if app else b"{}", user.state if user else b"{}"

@@ -16,15 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import running_access
-from adk_secure_sessions.db.protocol import (
-    Apply,
-    Change,
-    Conflict,
-    Executors,
-    Read,
-    Steps,
-    UniqueViolation,
-)
+from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Steps, UniqueViolation
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -279,12 +271,12 @@ class Write(StorageOperation[T]):
     # attempt finds out whether the value is in the database.
     _unconfirmed_results: dict[object, Any] = field(default_factory=dict, init=False)
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> T:
+    async def execute(self, attempt: Attempt) -> T:
         locks = attempt.must_lock_rows or self.always_locks_rows
         steps = self._locked_steps if locks else self.steps
         transaction = partial(steps, attempt, OwnerChanges(attempt))
-        run: Callable[..., Awaitable[T]] = executors.data.write
-        if access := running_access(executors.data):
+        run: Callable[..., Awaitable[T]] = attempt.executors.data.write
+        if access := running_access(attempt.executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
         earlier = len(self._unconfirmed_results)

@@ -11,7 +11,6 @@ import sqlalchemy as sa
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.dialects import already_exists, dialect_of
-from adk_secure_sessions.db.protocol import Executors
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError, SecureSessionError
 from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.times import time_now
@@ -133,8 +132,8 @@ class _ListExpired(Listing[list[SessionView]]):
         super().__init__(identity, of_app=True, skips_unreadable=True)
         self._now = now
 
-    async def execute(self, attempt: Attempt, executors: Executors) -> list[SessionView]:
+    async def execute(self, attempt: Attempt) -> list[SessionView]:
         query = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
         start = {"after_user": -1, "after_row": -1}
-        rows = await attempt.read(executors, query, now=self._now, limit=_MAX_READ, **start)
-        return await self._views(attempt, executors, rows)
+        rows = await attempt.read(query, now=self._now, limit=_MAX_READ, **start)
+        return await self._views(attempt, rows)

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Executors, Steps
+from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
 from adk_secure_sessions.keys.keyring import Keyring
@@ -124,14 +124,12 @@ class FindPage(ListPage):
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | self._tags
 
-    async def _views(
-        self, attempt: Attempt, executors: Executors, rows: QueryRows
-    ) -> list[SessionView]:
+    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionView]:
         master = attempt.keys.keyring.index_master
         marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.index_rows)
         if IndexState.COMPLETE not in marks:
             raise NotIndexed
-        return list(filter(self._matches, await super()._views(attempt, executors, rows)))
+        return list(filter(self._matches, await super()._views(attempt, rows)))
 
     def _matches(self, view: SessionView) -> bool:
         """Return whether the state has the value.
@@ -164,11 +162,9 @@ class CheckIndexRows(StorageOperation[tuple[int, Differences] | None]):
     keys: Collection[bytes]
     of_user: bool
 
-    async def execute(
-        self, attempt: Attempt, executors: Executors
-    ) -> tuple[int, Differences] | None:
+    async def execute(self, attempt: Attempt) -> tuple[int, Differences] | None:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
-        rows = await attempt.read(executors, query)
+        rows = await attempt.read(query)
         return _differences(attempt, rows, self.keys, of_user=self.of_user)
 
 
