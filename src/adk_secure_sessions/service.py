@@ -172,18 +172,18 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             partial(open_database, executors, backends, create_tables),
             cache_sizes=cache,
             packing=packing,
+            creates_tables=create_tables,
         )
         self._runner = runner
-        self._creates_tables = create_tables
-        self._expiry = Expiry(runner, create_sql_index=create_tables)
-        self._search_index = SearchIndex(runner, indexed_state_keys, create_table=create_tables)
+        self._expiry = Expiry(runner)
+        self._search_index = SearchIndex(runner, indexed_state_keys)
         self._collections = Collections(runner)
         self._skips_unreadable = skip_unreadable_sessions
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
         is_stored = audit is not None and audit.table
-        trail = AuditTrail(runner, create_table=create_tables) if is_stored else None
+        trail = AuditTrail(runner) if is_stored else None
         self._recording = recording(runner, audit, trail)
 
     @property

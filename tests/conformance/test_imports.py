@@ -368,7 +368,8 @@ async def test_removed_table_is_reported(
 async def test_table_is_not_created_if_the_application_forbids_it(
     db: Database, kind: Kind, url: URL
 ) -> None:
-    store = Imports(db.runner, create_table=False)
+    db.runner.creates_tables = False
+    store = Imports(db.runner)
     names = {"mariadb": "mysql"}
     name = names.get(url.get_backend_name(), url.get_backend_name())
     with pytest.raises(ConfigurationError, match=rf"docs/sql/{name}-migration\.sql"):

@@ -147,6 +147,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             partial(open_database, executors, backends, create_tables),
             cache_sizes=cache,
             packing=packing,
+            creates_tables=create_tables,
         )
         self._skips_unreadable = skip_unreadable_sessions
         # A change is stored by the other service, so no transaction could also store its record.

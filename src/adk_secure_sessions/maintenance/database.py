@@ -134,7 +134,7 @@ class Database(HoldsSecrets, ClosedByWith):
             before_use=self._record_command,
             packing=packing,
         )
-        self.trail: AuditTrail = AuditTrail(self.runner, create_table=True, warns=False)
+        self.trail: AuditTrail = AuditTrail(self.runner, warns=False)
         # The feature `audit`, if the trail had records but the list of features lacked it: somebody
         # has replayed an older list, which the command has corrected.
         self.unlisted_features: set[str] = set()

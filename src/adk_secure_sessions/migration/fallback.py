@@ -121,7 +121,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self._service = service
         self._recording = service._recording
         self._runner = runner = service._runner
-        self._imports = Imports(runner, service._search_index, create_table=service._creates_tables)
+        self._imports = Imports(runner, service._search_index)
         self._source = source
         # The keyring that was current when the mark that ends the migration was last read.
         self._keyring: Keyring | None = None

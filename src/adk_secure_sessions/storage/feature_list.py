@@ -153,14 +153,13 @@ def _has_rows_of(feature: str, connection: sa.Connection) -> bool:
 class Feature:
     """The feature *name*, which a process adds to the database before storing rows that need it.
 
-    If its table is missing, `ensure` creates the table or, if *create_table* is False, raises
-    ConfigurationError.
+    If its table is missing, `ensure` creates the table, or raises ConfigurationError if the runner
+    creates no tables.
     """
 
-    def __init__(self, runner: OperationRunner, name: str, *, create_table: bool = True) -> None:
+    def __init__(self, runner: OperationRunner, name: str) -> None:
         self._runner = runner
         self._name = name
-        self._create_table = create_table
         # The keyring that was current when the feature was last added or found.
         self._ensured_keyring: Keyring | None = None
         self._locks = LoopLocks()
@@ -178,7 +177,9 @@ class Feature:
             if self._ensured_keyring is keyring:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
-                create = partial(create_table_of, self._name, may_create=self._create_table)
+                create = partial(
+                    create_table_of, self._name, may_create=self._runner.creates_tables
+                )
                 await self._runner.data.run_sync(create)
             # If the process stops before this, the next call adds the feature.
             await self._runner.keys.run_sync(partial(add_feature, self._name, keyring))

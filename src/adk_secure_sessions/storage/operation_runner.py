@@ -277,6 +277,7 @@ class OperationRunner:
     keyring_pause: float = RETRY_PAUSE
     before_use: Callable[[Keyring], Awaitable[None]] | None = None
     packing: Packing = Packing()
+    creates_tables: bool = True  # whether features create their missing tables and indexes
 
     def __post_init__(self) -> None:
         self._opened: _OpenState | None = None

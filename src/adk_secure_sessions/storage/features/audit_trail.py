@@ -153,9 +153,9 @@ class AuditTrail(HoldsSecrets):
     warning is logged, once in this process, if the logger of the audit log is off.
     """
 
-    def __init__(self, runner: OperationRunner, *, create_table: bool, warns: bool = True) -> None:
+    def __init__(self, runner: OperationRunner, *, warns: bool = True) -> None:
         self._runner = runner
-        self._feature = Feature(runner, FeatureName.AUDIT, create_table=create_table)
+        self._feature = Feature(runner, FeatureName.AUDIT)
         self._warns = warns
         # The chain that was used last is the last element.  Several threads use the list without a
         # lock, which a forked process could inherit locked: taking and adding an element is atomic.

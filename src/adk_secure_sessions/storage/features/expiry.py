@@ -48,13 +48,12 @@ class Expiry:
     """Adds the feature of sessions that may expire, and deletes expired ones.
 
     Without the index on `expires_at`, nothing is deleted: the search would read all sessions.  If
-    the index is missing, it is created, or not if *create_sql_index* is False.
+    the index is missing, it is created, unless the runner creates no tables.
     """
 
-    def __init__(self, runner: OperationRunner, *, create_sql_index: bool) -> None:
+    def __init__(self, runner: OperationRunner) -> None:
         self._runner = runner
         self.feature: Feature = Feature(runner, FeatureName.EXPIRY)
-        self._create_sql_index = create_sql_index
         self._has_index = False
         self._paused_until = 0.0  # monotonic seconds
 
@@ -96,7 +95,7 @@ class Expiry:
             indexes = sa.inspect(connection).get_indexes(sessions.name)
             if any(one["name"] == INDEX for one in indexes):
                 return
-            if not self._create_sql_index:
+            if not self._runner.creates_tables:
                 raise ConfigurationError("create_tables is False")
             try:
                 connection.exec_driver_sql(_CREATE_INDEX)

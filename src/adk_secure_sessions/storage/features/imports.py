@@ -474,17 +474,11 @@ class Imports:
     The first import adds *feature*.
     """
 
-    def __init__(
-        self,
-        runner: OperationRunner,
-        search_index: SearchIndex | None = None,
-        *,
-        create_table: bool = True,
-    ) -> None:
+    def __init__(self, runner: OperationRunner, search_index: SearchIndex | None = None) -> None:
         self._runner = runner
         self._search_index = search_index
         self._expiry = Feature(runner, FeatureName.EXPIRY)
-        self.feature: Feature = Feature(runner, FeatureName.MIGRATION, create_table=create_table)
+        self.feature: Feature = Feature(runner, FeatureName.MIGRATION)
 
     async def import_session(
         self,

@@ -35,16 +35,14 @@ class SearchIndex:
     *keys* of the state are indexed for each app to which this process writes.
     """
 
-    def __init__(
-        self, runner: OperationRunner, keys: Sequence[str] = (), *, create_table: bool = True
-    ) -> None:
+    def __init__(self, runner: OperationRunner, keys: Sequence[str] = ()) -> None:
         if isinstance(keys, str):
             raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
         self.state_keys: tuple[str, ...] = tuple(keys)
         for key in self.state_keys:
             index_rows.check_key(key)
         self._runner = runner
-        self._feature = Feature(runner, FeatureName.STATE_INDEX, create_table=create_table)
+        self._feature = Feature(runner, FeatureName.STATE_INDEX)
         # The apps whose keys were declared, by the keyring that was current then.
         self._declared: WeakKeyDictionary[Keyring, set[str]] = WeakKeyDictionary()
 
