@@ -80,7 +80,7 @@ async def converse(service: EncryptedSessionService, first: int, number: int) ->
 async def bring(service: EncryptedSessionService, version: str, *numbers: int) -> None:
     """Import the session with events *numbers*, as `migrate` does."""
     copied = [SourceEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
-    await Imports(service._runner).import_session(
+    await Imports(service._runner, service._search_index).import_session(
         APP,
         USER,
         NAME,

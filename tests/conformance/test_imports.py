@@ -369,7 +369,7 @@ async def test_table_is_not_created_if_the_application_forbids_it(
     db: Database, kind: Kind, url: URL
 ) -> None:
     db.runner.creates_tables = False
-    store = Imports(db.runner)
+    store = Imports(db.runner, db.search_index)
     names = {"mariadb": "mysql"}
     name = names.get(url.get_backend_name(), url.get_backend_name())
     with pytest.raises(ConfigurationError, match=rf"docs/sql/{name}-migration\.sql"):

@@ -139,7 +139,7 @@ class Database(HoldsSecrets, ClosedByWith):
         # has replayed an older list, which the command has corrected.
         self.unlisted_features: set[str] = set()
         self.search_index: SearchIndex = SearchIndex(self.runner)
-        self.imports: Imports = Imports(self.runner)
+        self.imports: Imports = Imports(self.runner, self.search_index)
         self.has_root_keys: bool = backend is not None
         self.limits: StatementLimits = StatementLimits()
 

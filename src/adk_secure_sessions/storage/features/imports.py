@@ -474,7 +474,7 @@ class Imports:
     The first import adds *feature*.
     """
 
-    def __init__(self, runner: OperationRunner, search_index: SearchIndex | None = None) -> None:
+    def __init__(self, runner: OperationRunner, search_index: SearchIndex) -> None:
         self._runner = runner
         self._search_index = search_index
         self._expiry = Feature(runner, FeatureName.EXPIRY)
@@ -505,8 +505,7 @@ class Imports:
         microseconds UTC; *expires_at* is None for a session that does not expire.
         """
         await self.feature.ensure()
-        if self._search_index is not None:
-            await self._search_index.declare_configured(app_name)
+        await self._search_index.declare_configured(app_name)
         if expires_at is not None:
             await self._expiry.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
@@ -526,8 +525,7 @@ class Imports:
         result are those of `import_session`.
         """
         await self.feature.ensure()
-        if self._search_index is not None:
-            await self._search_index.declare_configured(owner[0])
+        await self._search_index.declare_configured(owner[0])
         of_user = len(owner) > 1
         identity = await self._runner.identify(owner[0], owner[1] if of_user else "")
         macs = await self.macs()
