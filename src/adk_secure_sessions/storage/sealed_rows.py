@@ -91,7 +91,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
             if isinstance(row, UserRow):
                 user_id, fields = records.split_id(fields)
             link, key_ids, state = records.split_owner(fields)
-            _check_witness(attempt, rows, row.tag, row.tag, row.version, link)
+            _check_witness(attempt, witness, row.tag, row.version, link)
             _reject_older(attempt, cached, row.id, row.version)
         owner = Owner(row, user_id, state, link, key_ids)
         attempt.after_commit(partial(attempt.row_cache.put_owner, witness, owner))
@@ -162,7 +162,7 @@ def open_session_row(
             return cached.value
     session = _decrypt_session(attempt, rows, user, row)
     with locating_errors(SESSIONS.name, row.id):
-        _check_witness(attempt, rows, user.row.tag, row.tag, row.id, b"")
+        _check_witness(attempt, witness, user.row.tag, row.id, b"")
         _reject_older(attempt, cached, row.id, row.revision)
     is_verified = not row.revision or bool(unchanged and unchanged.last_event_is_verified)
     put = partial(cache.put_session, session, witness, is_verified=is_verified)
@@ -372,12 +372,11 @@ def seal_events(
 
 
 def _check_witness(
-    attempt: Attempt, rows: QueryRows, owner_tag: bytes, tag: bytes, number: int, link: bytes
+    attempt: Attempt, witness: WitnessRow | None, owner_tag: bytes, number: int, link: bytes
 ) -> None:
-    """Raise DecryptionError unless the version witness of the row with *tag* has *number* and
-    *link*: two copies of a database may contain different rows with the same number.
+    """Raise DecryptionError unless *witness* has *number* and *link*: two copies of a database may
+    contain different rows with the same number.
     """
-    witness = rows.witnesses.get(tag)
     if witness is None:
         raise TamperedError(
             f"its version witness (row of {WITNESSES.name}) was removed", Reason.MISSING
@@ -386,7 +385,9 @@ def _check_witness(
         context = WITNESSES.context(attempt.identity.ids, witness)
         witness_link = attempt.keys.open(owner_tag, context, witness.seal, records.reject_flags)
     except DecryptionError as error:
-        raise error.about(f"its version witness, {WITNESSES.name} row {tag.hex()}") from None
+        raise error.about(
+            f"its version witness, {WITNESSES.name} row {witness.tag.hex()}"
+        ) from None
     if witness.number != number:
         raise TamperedError(
             f"its version witness has number {witness.number} instead of {number}: an older row "
