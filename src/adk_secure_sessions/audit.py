@@ -266,32 +266,31 @@ def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
 IdFacts = Callable[[str, str, str], dict[str, object]]
 
 # The inner service whose calls are not recorded now, because the outer method that calls it writes
-# the record (the argument `covers` of `audited_access`).
+# the record (`Recording.inner_service`).
 _covered_service: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
 class Recording(NamedTuple):
     """How a service records accesses.
 
-    `id_facts` is None if it records none.  Without `trail`, accesses are only logged.
+    `id_facts` is None if it records none.  Without `trail`, accesses are only logged.  If the
+    methods of the service call those of `inner_service`, the outer call writes the audit record,
+    because only it knows the outcome.  The inner call is measured.
     """
 
     id_facts: IdFacts | None
     trail: "Trail | None"
+    inner_service: object = None
 
 
 def audited_access(
-    action: str, covers: Callable[[Any], object] | None = None
+    action: str,
 ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]:
     """Decorate a method of a service: measure each call, and write an audit record of it.
 
-    The attribute `_recording` of the service is its `Recording`.  If the service records no
-    accesses, only rejected values are recorded.
-
-    Args:
-        action: The event in the audit record, for example `session.read`.
-        covers: Returns the inner service that the method calls.  The outer call writes the audit
-            record, because only it knows the outcome.  The inner call is measured.
+    *action* is the event in the audit record, for example `session.read`.  The attribute
+    `_recording` of the service is its `Recording`.  If the service records no accesses, only
+    rejected values are recorded.
     """
 
     def decorate(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -300,7 +299,7 @@ def audited_access(
 
         # Gets the arguments of the call in two objects, since each `**` copies them.
         async def call_audited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-            id_facts, trail = args[0]._recording
+            id_facts, trail, _ = args[0]._recording
             if id_facts is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
                 id_facts = None
@@ -319,9 +318,9 @@ def audited_access(
                 return await call()
 
         def start(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-            service = args[0]
-            if covers is not None:  # this is the outer call
-                return run_covering(covers(service), partial(call_audited, args, kwargs))
+            service: Any = args[0]
+            if (inner := service._recording.inner_service) is not None:  # this is the outer call
+                return run_covering(inner, partial(call_audited, args, kwargs))
             if _covered_service.get() is service:  # the inner call, which covers no call of its own
                 call = partial(method, *args, **kwargs)
                 return call_measured(method, run_covering, None, call)

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from google.adk.events import Event
@@ -54,11 +53,6 @@ _SERVICE_MARKER = re.compile(r"[0-9a-f]+\.\d+")  # the markers of `EncryptedSess
 _CACHED_OWNERS = 10_000  # the maximum number of apps and users whose states are settled
 _AT_ONCE = 32  # the number of states that are copied at the same time
 _LOG_PAUSE = 60.0  # seconds between two messages with the number of reads
-
-
-# Returns the `EncryptedSessionService` that the methods call.  The decorators of `audit` need this
-# service, so that they write only one audit record for each operation.
-_service_of = attrgetter("_service")
 
 
 @hides_locals
@@ -119,7 +113,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
-        self._recording = service._recording
+        self._recording = service._recording._replace(inner_service=service)
         self._runner = runner = service._runner
         self._imports = Imports(runner, service._search_index)
         self._source = source
@@ -143,7 +137,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         await self._service.prepare_tables()
         await self._prepare_source()
 
-    @audit.audited_access("session.create", _service_of)
+    @audit.audited_access("session.create")
     async def create_session(
         self,
         *,
@@ -171,7 +165,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             expires_after=expires_after,
         )
 
-    @audit.audited_access("session.read", _service_of)
+    @audit.audited_access("session.read")
     async def get_session(
         self,
         *,
@@ -197,7 +191,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 return session
         return await get()
 
-    @audit.audited_access("sessions.list", _service_of)
+    @audit.audited_access("sessions.list")
     async def list_sessions(
         self, *, app_name: str, user_id: str | None = None
     ) -> ListSessionsResponse:
@@ -235,7 +229,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         )
         return response
 
-    @audit.audited_access("session.delete", _service_of)
+    @audit.audited_access("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session from the database.
 
@@ -251,7 +245,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             app_name=app_name, user_id=user_id, session_id=session_id
         )
 
-    @audit.audited_access("user.read", _service_of)
+    @audit.audited_access("user.read")
     async def get_user_state(self, *, app_name: str, user_id: str) -> dict[str, Any]:
         """Return the user's state, which is copied if it was not copied yet."""
         check_ids(app_name, user_id, "")
@@ -259,7 +253,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             await self._copy_states(app_name, user_id)
         return await self._service.get_user_state(app_name=app_name, user_id=user_id)
 
-    @audit.audited_access("session.write", _service_of)
+    @audit.audited_access("session.write")
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, encrypted, then apply it to `session`.
 
