@@ -125,7 +125,7 @@ def test_rejected(name: str, engine: AsyncEngine) -> None:
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "60"])
 def test_time_limit_that_is_no_positive_number_is_rejected(seconds: Any) -> None:
     with pytest.raises(ConfigurationError, match="read_timeout must be a positive number"):
-        executors_for("sqlite://", None, None, None, {}, seconds)
+        executors_for("sqlite://", read_timeout=seconds)
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "postgresql+asyncpg://u:p@h/d"])

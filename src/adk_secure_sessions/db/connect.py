@@ -41,10 +41,10 @@ _POOL_OPTIONS = {"poolclass", "pool_recycle", "pool_pre_ping", "max_overflow"}
 
 def executors_for(
     db_url: str | sa.URL | None,
-    db_engine: object | None,
-    key_db_url: str | sa.URL | None,
-    key_db_engine: object | None,
-    engine_kwargs: dict[str, Any],
+    db_engine: object | None = None,
+    key_db_url: str | sa.URL | None = None,
+    key_db_engine: object | None = None,
+    engine_kwargs: dict[str, Any] | None = None,
     read_timeout: float | None = None,
 ) -> Executors:
     """Create the executors for the data tables and for the key tables, without connecting.
@@ -60,7 +60,7 @@ def executors_for(
         raise ConfigurationError("give exactly one of db_url and db_engine")
     if key_db_url is not None and key_db_engine is not None:
         raise ConfigurationError("give at most one of key_db_url and key_db_engine")
-    source = _source("db", db_url, db_engine)
+    source, engine_kwargs = _source("db", db_url, db_engine), engine_kwargs or {}
     if key_db_url is None and key_db_engine is None:
         data = _executor(source, engine_kwargs, read_timeout)
         return Executors(data, data)

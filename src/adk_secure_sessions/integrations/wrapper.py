@@ -139,7 +139,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         backends = check_backends(backend, additional_backends)
         if audit is not None and audit.table:
             raise ConfigurationError("the wrapper cannot store audit records in a table")
-        executors = executors_for(key_db_url, key_db_engine, None, None, {}, 60.0)
+        executors = executors_for(key_db_url, key_db_engine, read_timeout=60.0)
         self._inner = inner
         self._runner = OperationRunner(
             executors,
