@@ -103,7 +103,6 @@ class DataKey(HoldsSecrets):
     """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
     id: int
-    owner_tag: bytes
     generation: int
     backend_id: int
     created_at: int
@@ -282,7 +281,7 @@ class TransactionKeys:
         row = DataKeyRow(new_key_id(), owner_tag, generation, writer.backend_id, now, b"")
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
-        new = DataKey(*row[:-1], master_id, writer.cipher(key))
+        new = DataKey(row.id, generation, row.backend_id, now, master_id, writer.cipher(key))
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, new.id: new}, new, generation)
         self._fresh_owners.add(owner_tag)
         self.new_rows.append(row)
@@ -458,7 +457,8 @@ class TransactionKeys:
         except Exception:  # a third party's backend may put the key into the text of its exception
             reason = Reason.MALFORMED
             raise TamperedError("its backend rejects the data key", reason=reason) from None
-        return DataKey(*row[:-1], records.parse_header(row.wrapped)[1], cipher)
+        _, master_id = records.parse_header(row.wrapped)
+        return DataKey(row.id, row.generation, row.backend_id, row.created_at, master_id, cipher)
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
