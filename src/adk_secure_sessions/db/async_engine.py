@@ -17,9 +17,9 @@ from adk_secure_sessions.db.dialects import any_text, dialect_of
 from adk_secure_sessions.db.failures import (
     is_read_only,
     needs_unprepared,
+    statement_timeout,
     timed_out_error,
     translated,
-    write_timeout,
 )
 from adk_secure_sessions.db.protocol import (
     Change,
@@ -233,7 +233,7 @@ class AsyncEngineExecutor:
     def _with_time_limit(self, work: Callable[[], T], *, writes: bool = False) -> T:
         """Run *work*; if it takes too long, interrupt it and raise DatabaseError."""
         task = asyncio.current_task()
-        seconds = write_timeout(self._read_timeout) if writes else self._read_timeout
+        seconds = statement_timeout(self._read_timeout, writes=writes)
         if seconds is None or task is None:
             return work()
         has_timed_out = False

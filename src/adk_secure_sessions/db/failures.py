@@ -195,12 +195,12 @@ def _driver_error(error: BaseException) -> Any:
     return error.orig if isinstance(error, sa.exc.DBAPIError) else error
 
 
-def write_timeout(read_timeout: float | None) -> float | None:
-    """Return how many seconds a statement that writes may take: it may have to wait for locks."""
-    return None if read_timeout is None else 10 * read_timeout
+def statement_timeout(read_timeout: float | None, *, writes: bool) -> float | None:
+    """Return how many seconds a statement may take: one that writes may have to wait for locks."""
+    return 10 * read_timeout if writes and read_timeout is not None else read_timeout
 
 
-def timed_out_error(seconds: float, what: str = "a read") -> DatabaseError:
+def timed_out_error(seconds: float, what: str) -> DatabaseError:
     return DatabaseError(
         f"{what} did not end within {seconds:g} s and was interrupted: try again, or raise "
         "read_timeout",

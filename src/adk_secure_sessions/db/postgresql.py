@@ -34,9 +34,9 @@ from adk_secure_sessions.db.async_engine import AsyncEngineExecutor, rejected_op
 from adk_secure_sessions.db.failures import (
     needs_unprepared,
     pool_timed_out_error,
+    statement_timeout,
     timed_out_error,
     translated,
-    write_timeout,
 )
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
 from adk_secure_sessions.db.protocol import (
@@ -335,7 +335,7 @@ class _StatementRunner:
     async def _with_time_limit(
         self, text: str, values: list[object] | None, *, writes: bool = False
     ) -> Sequence[Row]:
-        seconds = write_timeout(self._timeout) if writes else self._timeout
+        seconds = statement_timeout(self._timeout, writes=writes)
         try:
             return await self._execute(text, values, seconds)
         except TimeoutError as error:

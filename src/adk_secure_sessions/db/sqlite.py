@@ -39,7 +39,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.db.dialects import any_text, sqlite_sql
-from adk_secure_sessions.db.failures import timed_out_error, translated, write_timeout
+from adk_secure_sessions.db.failures import statement_timeout, timed_out_error, translated
 from adk_secure_sessions.db.protocol import (
     Change,
     Conflict,
@@ -505,7 +505,6 @@ class WorkerThread:
         self._engine = engine
         self.file: WatchedFile = file
         self._read_timeout = read_timeout
-        self._write_timeout = write_timeout(read_timeout)
         self._writes = writes
         self.queue: SimpleQueue[Job | None] = SimpleQueue()  # None ends the thread
         # At most one item, which `_next_batch` has removed from the queue: a job that needs its own
@@ -674,7 +673,7 @@ class WorkerThread:
         If *writes* is True, *work* makes changes.  If a change is interrupted, SQLite rolls the
         transaction back.
         """
-        timeout = self._write_timeout if writes else self._read_timeout
+        timeout = statement_timeout(self._read_timeout, writes=writes)
         self._is_writing = writes
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._is_limited = True
