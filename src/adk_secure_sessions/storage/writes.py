@@ -266,6 +266,9 @@ class Write(StorageOperation[T]):
     audited_as: ClassVar[str]
 
     always_locks_rows: bool = field(default=False, init=False)
+    lock_queries: Sequence[sa.Executable] = field(
+        default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False
+    )
     # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
     # row id or a record.  An attempt that lost its connection may have been committed.  The next
     # attempt finds out whether the value is in the database.
@@ -288,13 +291,9 @@ class Write(StorageOperation[T]):
             raise
 
     def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
-        for query in self.lock_queries():
+        for query in self.lock_queries:
             yield Read(query, attempt.identity.tags())
         return (yield from self.steps(attempt, owner_changes))
-
-    def lock_queries(self) -> Sequence[sa.Executable]:
-        """Return the queries that lock rows."""
-        return sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER
 
     @abstractmethod
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
@@ -225,13 +223,11 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     always_locks_rows = True  # the number of items has no limit, so several requests insert them
+    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     expected: SessionVersion
     items: Sequence[bytes]
     now: int
-
-    def lock_queries(self) -> Sequence[sa.Executable]:
-        return sql.LOCK_SESSION, sql.LOCK_USER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         _, user, session = yield from read_with_last_event(attempt)

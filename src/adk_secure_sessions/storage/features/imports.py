@@ -249,6 +249,9 @@ class ImportSession(_Import[ImportStatus]):
     *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
 
+    # Not the app: long imports would wait for each other.
+    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+
     state: bytes
     events: Sequence[SourceEvent]
     times: tuple[int, int, int]
@@ -260,10 +263,6 @@ class ImportSession(_Import[ImportStatus]):
         self._groups = event_groups(self.events)
         self.always_locks_rows: bool = len(self._groups) > 1
         self._links: list[bytes] = []  # of the events, in the last attempt
-
-    def lock_queries(self) -> Sequence[sa.Executable]:
-        # Not the app: long imports would wait for each other.
-        return sql.LOCK_SESSION, sql.LOCK_USER
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
         if attempt.may_use_cached_rows and not self.replace and (cached := cached_owners(attempt)):

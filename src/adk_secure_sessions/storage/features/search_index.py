@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
-import sqlalchemy as sa
-
 from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
@@ -181,8 +179,8 @@ class CorrectIndexRows(Write[int]):
     keys: Collection[bytes]
     of_user: bool
 
-    def lock_queries(self) -> Sequence[sa.Executable]:
-        return (sql.LOCK_USER_ONLY if self.of_user else sql.LOCK_SESSION_ONLY,)
+    def __post_init__(self) -> None:
+        self.lock_queries = (sql.LOCK_USER_ONLY if self.of_user else sql.LOCK_SESSION_ONLY,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
