@@ -391,9 +391,6 @@ class SealedTable(Generic[R]):
             parts += (row[self._tag_at],)
         return records.build_context(parts, *self.integers_of(row))
 
-    def with_record(self, row: R, record: bytes) -> R:
-        return self.row_type(*row[:-1], record)
-
 
 APPS = SealedTable("app", AppRow, apps, "version", ids=1)
 USERS = SealedTable("user", UserRow, users, "version", ids=1)

@@ -345,7 +345,7 @@ def seal_snapshot(attempt: Attempt, session: StoredSession) -> SnapshotRow:
 
 def _seal(attempt: Attempt, owner_tag: bytes, table: SealedTable[R], row: R, plaintext: bytes) -> R:
     context = table.context(attempt.identity.ids, row)
-    return table.with_record(row, attempt.keys.seal(owner_tag, context, plaintext))
+    return table.row_type(*row[:-1], attempt.keys.seal(owner_tag, context, plaintext))
 
 
 def seal_events(
