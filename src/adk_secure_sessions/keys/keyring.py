@@ -63,11 +63,10 @@ class UnwrappedMaster(HoldsSecrets):
         self._key: Any = key  # a faulty provider may have returned something other than bytes
 
     def index_master(self) -> IndexMaster:
-        """Return the index master with this key."""
         return IndexMaster(self._key)
 
     def cipher(self) -> Aes256Gcm:
-        """Return the cipher with this key, which must be a data master."""
+        """Return the cipher of a data master."""
         return Aes256Gcm(self._key)
 
     def digest(self) -> bytes:

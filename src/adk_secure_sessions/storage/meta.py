@@ -80,7 +80,6 @@ def mark_plaintext(connection: sa.Connection) -> None:
 
 
 def remove_all(connection: sa.Connection) -> None:
-    """Empty the table."""
     connection.execute(sa.delete(table))
 
 

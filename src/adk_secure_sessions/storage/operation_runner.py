@@ -1,13 +1,8 @@
 """The runner repeats an operation until it has all its keys and meets no conflict.
 
-It owns the executors, the unwrapped keys and the caches of rows and events.  It repeats attempts by
-these rules, whose limits and pauses are in `db.protocol.Retries`:
-
-- If a cached row is not the stored one, the next attempt reads the rows.
-- If an attempt lacks a data key, the key is read or created before the next attempt.
-- If the keyring has changed, it is read again, once for all tasks that noticed the change.
-- After a conflict or a lost connection, there is a pause.  After a few conflicts, a write locks its
-  rows before it reads them.
+It owns the executors, the unwrapped keys and the caches of rows and events.  docs/architecture.md,
+"The operation runner", says when it repeats an attempt.  The limits and pauses of these repetitions
+are in `db.protocol.Retries`.
 """
 
 import asyncio
@@ -370,7 +365,7 @@ class OperationRunner:
                 self.empty_caches()
 
     async def _run_with_retries(self, operation: StorageOperation[T], opened: _OpenState) -> T:
-        """Attempt *operation* by the rules of this module, and return its result."""
+        """Attempt *operation* until it succeeds, and return its result."""
         identity, database_keys = operation.identity, opened.keys
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
         if measured_call := telemetry.current_operation():
