@@ -25,7 +25,8 @@ from adk_secure_sessions import AesGcmBackend, Caches, ConfigurationError, Encry
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
 from adk_secure_sessions.maintenance import Database, rotate_data
-from adk_secure_sessions.storage.features.imports import Imports, SourceEvent
+from adk_secure_sessions.storage.features.imports import Imports
+from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.attacks.needles import locals_of
 from tests.faults import Point, with_faults
 
@@ -79,7 +80,7 @@ async def converse(service: EncryptedSessionService, first: int, number: int) ->
 
 async def bring(service: EncryptedSessionService, version: str, *numbers: int) -> None:
     """Import the session with events *numbers*, as `migrate` does."""
-    copied = [SourceEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
+    copied = [EncodedEvent(events.encode(said(n)), 1_000_000 * n) for n in numbers]
     await Imports(service._runner, service._search_index).import_session(
         APP,
         USER,

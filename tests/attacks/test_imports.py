@@ -15,8 +15,8 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.formats.events import encode
 from adk_secure_sessions.maintenance import Database, erase_user, verify
-from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
-from adk_secure_sessions.storage.writes import DeleteSession
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
+from adk_secure_sessions.storage.writes import DeleteSession, EncodedEvent
 from tests.maintenance.support import APP, OLD, event
 from tests.sqlite_files import execute, value
 
@@ -67,7 +67,7 @@ async def copy_session(
         USER,
         name,
         state=b"{}",
-        events=[SourceEvent(encode(event(n)), n) for n in range(3)],
+        events=[EncodedEvent(encode(event(n)), n) for n in range(3)],
         created_at=1,
         updated_at=2,
         source_etag=version,

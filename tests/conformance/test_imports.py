@@ -26,9 +26,10 @@ from adk_secure_sessions.maintenance import (
     verify,
 )
 from adk_secure_sessions.storage.feature_list import create_table_of
-from adk_secure_sessions.storage.features.imports import Imports, ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
 from adk_secure_sessions.storage.schema import migrated
 from adk_secure_sessions.storage.survey import FeatureName
+from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults
@@ -93,7 +94,7 @@ async def imported(
         user_id,
         session_id,
         state=json_text.encode_state(state or {}),
-        events=[SourceEvent(events.encode(one), micros(one)) for one in of],
+        events=[EncodedEvent(events.encode(one), micros(one)) for one in of],
         created_at=int(START) * 1_000_000,
         updated_at=micros(of[-1]) if of else int(START) * 1_000_000,
         source_etag=version,
@@ -241,7 +242,7 @@ async def test_impossible_time_is_rejected(store: Imports) -> None:
     for at in (10**19, -(10**19)):
         with pytest.raises(ValueError, match="not a possible time"):
             await store.import_session(
-                *IDS, state=b"{}", events=[SourceEvent(b"", at)], created_at=0, updated_at=0,
+                *IDS, state=b"{}", events=[EncodedEvent(b"", at)], created_at=0, updated_at=0,
                 source_etag="lone surrogate \ud83c",
             )  # fmt: skip
 

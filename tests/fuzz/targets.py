@@ -61,8 +61,8 @@ from adk_secure_sessions.keys.providers import StaticKey, parse_key
 from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.migration import export
 from adk_secure_sessions.migration.sources import SessionContent
-from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.reads import GetSession
+from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.blob_pieces import decrypt_pieces, encrypted
 from tests.storage.support import DATABASE_ID, WHO, RawRow, Stored, data_keys, key_rows
 
@@ -385,7 +385,7 @@ def json_line(data: bytes) -> None:
         return
     stored, _ = accepted
     values = json_text.loads(data)
-    source = SourceEvent(stored, 0)
+    source = EncodedEvent(stored, 0)
     content = SessionContent(data, (source, source), 0, 0, None)
     line = export._line(("a", "u", "s"), data, b"{}", content)
     assert line.endswith(b"\n")

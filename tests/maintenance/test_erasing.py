@@ -29,7 +29,7 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import APP, OLD, all_rows, assert_whole, event, fill, query, run_sql
@@ -389,7 +389,7 @@ async def test_user_whose_first_session_is_being_imported_is_erased(
                 faults.data.before(Point.APPLY, begin_erasure, nth=2)
             else:
                 sa.event.listen(engine.sync_engine, "after_cursor_execute", after_statement)
-            large = SourceEvent(encode(event(0)) + b" " * 3_000_000, 1)
+            large = EncodedEvent(encode(event(0)) + b" " * 3_000_000, 1)
             await store.import_session(
                 APP, "ada", "s", state=b"{}", events=[large, large],
                 created_at=1, updated_at=1, source_etag="1",

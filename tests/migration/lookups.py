@@ -25,7 +25,7 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 APP = "clinic"
 START = 1_700_000_000
@@ -56,7 +56,7 @@ class MemoryLookup(AdkTables):
         old = self.sessions_by_ids.get((user_id, session_id))
         etag = str(int(old[0].etag) + 1 if old else 1)
         history = [
-            SourceEvent(stored_events.encode(said(text, n)), int((START + n) * 1_000_000))
+            EncodedEvent(stored_events.encode(said(text, n)), int((START + n) * 1_000_000))
             for n, text in enumerate(texts, 1)
         ]
         end = (START + len(texts)) * 1_000_000

@@ -27,21 +27,21 @@ from adk_secure_sessions.migration.sources import (
     encoded_state,
     try_convert,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 APP = "clinic"
 START = 1_700_000_000
 Ids = tuple[str, str, str]
 
 
-def event(number: int, text: str = "") -> SourceEvent:
+def event(number: int, text: str = "") -> EncodedEvent:
     """Return event number *number* of a session, a second after the one before."""
     content = types.Content(role="user", parts=[types.Part(text=text or f"text {number}")])
     made = Event(id=f"e{number}", author="user", timestamp=START + number, content=content)
-    return SourceEvent(stored_events.encode(made), (START + number) * 1_000_000)
+    return EncodedEvent(stored_events.encode(made), (START + number) * 1_000_000)
 
 
-def event_of_another_adk(event: SourceEvent) -> SourceEvent:
+def event_of_another_adk(event: EncodedEvent) -> EncodedEvent:
     """Return the event as another release of google-adk stores it: with its fields reordered."""
     version, fields = json_text.read_event(event.plaintext)
     other = b"9.9.9"
@@ -66,7 +66,7 @@ class MemorySource(Source):
         session: str,
         *,
         app: str = APP,
-        events: int | Sequence[SourceEvent] = 0,
+        events: int | Sequence[EncodedEvent] = 0,
         state: JsonObject | None = None,
         updated_at: int | None = None,
         expires_at: int | None = None,

@@ -26,7 +26,7 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Unreadable,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
 from tests.migration.support import ALL, contents, states
@@ -228,7 +228,7 @@ async def test_malformed_event_of_a_faulty_writer_is_not_copied(
         await db.imports.import_session(
             *(APP, "ada", "bad"),
             state=b"{}",
-            events=[SourceEvent(plaintext, at)],
+            events=[EncodedEvent(plaintext, at)],
             created_at=at,
             updated_at=at,
             source_etag="1",

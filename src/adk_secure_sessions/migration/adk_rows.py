@@ -23,7 +23,7 @@ from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import SEE_LIMITS, ConversionError, encoded_state
 from adk_secure_sessions.service import check_ids
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 Row = Sequence[Any]
 
@@ -98,7 +98,7 @@ def require_valid_ids(app_name: str, user_id: str = "", session_id: str = "") ->
 JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 
 
-def convert_json_row(row: Row, zone: tzinfo | None) -> SourceEvent:
+def convert_json_row(row: Row, zone: tzinfo | None) -> EncodedEvent:
     """Convert the columns `JSON_COLUMNS` of google-adk's tables with JSON.
 
     The columns `id` and `invocation_id` override the fields of the JSON, as in schema v1.
@@ -112,7 +112,7 @@ def convert_json_row(row: Row, zone: tzinfo | None) -> SourceEvent:
 
 def convert_event_json(
     stored: bytes, columns: dict[str, str], timestamp: object, zone: tzinfo | None
-) -> SourceEvent:
+) -> EncodedEvent:
     """Convert the JSON of an event; the values of *columns* replace its fields.
 
     *timestamp* is used only if the JSON has none: google-adk would use the present time.
@@ -123,7 +123,7 @@ def convert_event_json(
         # If the JSON contains no id, google-adk's class has just created a random one.
         are_equal = all(getattr(event, name) == value for name, value in columns.items())
         if are_equal and "timestamp" in event.model_fields_set:
-            return SourceEvent(plaintext, microseconds(event.timestamp))
+            return EncodedEvent(plaintext, microseconds(event.timestamp))
     fields = _loads(stored) | columns
     if fields.get("timestamp") is None:
         fields["timestamp"] = to_seconds(timestamp, zone)
@@ -146,7 +146,7 @@ PICKLED_COLUMNS = (*_TEXTS, *_FLAGS, *_MODELS, *_OTHERS)
 JSON_VALUES = frozenset({"state", "event_data", "custom_metadata", *_MODELS})
 
 
-def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> SourceEvent:
+def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> EncodedEvent:
     fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
     pickled = fields["actions"]
     ids = fields.pop("long_running_tool_ids_json")
@@ -162,11 +162,11 @@ def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> Sou
     return convert_event(Event(**fields))
 
 
-def convert_event(event: Event) -> SourceEvent:
+def convert_event(event: Event) -> EncodedEvent:
     """Convert *event*, which gets an id and loses its `temp:` keys, as google-adk stores it."""
     time = microseconds(event.timestamp)
     events.prepare(event, {})
-    return SourceEvent(events.encode(event, replaces=False), time)
+    return EncodedEvent(events.encode(event, replaces=False), time)
 
 
 def _loads(value: object) -> Any:

@@ -35,7 +35,7 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
     try_convert,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 # The numbers of rows of a page: of sessions without their states, of sessions with them, of states.
 PAGE, LOOKUP_PAGE, STATE_PAGE = 5000, 500, 500
@@ -312,7 +312,7 @@ class AdkQueries:
         state = self.convert_state(row.state)
         created_at = adk_rows.to_microseconds(row.create_time, self.sessions_zone)
         updated_at = adk_rows.to_microseconds(row.update_time, self.sessions_zone)
-        events: list[SourceEvent] = []
+        events: list[EncodedEvent] = []
         for columns in history:
             try:
                 events.append(self.convert_event(columns))
@@ -327,7 +327,7 @@ class AdkQueries:
     def convert_state(self, stored: object) -> bytes:
         return adk_rows.convert_state(stored)
 
-    def convert_event(self, row: Row) -> SourceEvent:
+    def convert_event(self, row: Row) -> EncodedEvent:
         """Convert an event, or raise any kind of error; only ConversionError has a reason."""
         if self.pickles is not None:
             return adk_rows.convert_pickle_row(self.pickles, row, self._events_zone)

@@ -47,7 +47,7 @@ from adk_secure_sessions.migration.sources import (
     ListedSession,
     SessionContent,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 MISSING = "the target does not have it"
 _MICROSECOND = timedelta(microseconds=1)
@@ -199,7 +199,7 @@ class AdkTarget(ClosedByWith):
 
     # --- conversion ------------------------------------------------------------------------------
 
-    def _event(self, event: SourceEvent, number: int) -> dict[str, object]:
+    def _event(self, event: EncodedEvent, number: int) -> dict[str, object]:
         name = f"event {number + 1}"
         try:
             parsed = events.decode(event.plaintext)
@@ -215,7 +215,7 @@ class AdkTarget(ClosedByWith):
             "event_data": self._json(event_json(event)),
         }
 
-    def _keep_order(self, rows: list[dict[str, Any]], history: Sequence[SourceEvent]) -> None:
+    def _keep_order(self, rows: list[dict[str, Any]], history: Sequence[EncodedEvent]) -> None:
         """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
         google-adk sorts events by this column.  If the value of an event is not greater than the
@@ -328,7 +328,7 @@ def create_private_file(path: Path) -> None:
         )
 
 
-def event_json(event: SourceEvent) -> bytes:
+def event_json(event: EncodedEvent) -> bytes:
     return event.plaintext[json_text.version_end(event.plaintext) :]
 
 

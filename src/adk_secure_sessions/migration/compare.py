@@ -28,7 +28,8 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage.features.imports import ImportStatus, SourceEvent
+from adk_secure_sessions.storage.features.imports import ImportStatus
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 _READS_AT_ONCE = 4  # the maximum number of sessions of the target that are read at the same time
 
@@ -287,7 +288,7 @@ def is_same_state(state: bytes, other: bytes, *, numbers_may_differ: bool = Fals
     return state == other or json_text.same_json(*values, numbers_may_differ=numbers_may_differ)
 
 
-def _is_same_event(event: SourceEvent, other: SourceEvent, numbers_may_differ: bool) -> bool:
+def _is_same_event(event: EncodedEvent, other: EncodedEvent, numbers_may_differ: bool) -> bool:
     if event.plaintext == other.plaintext:
         return True
     _, fields = json_text.read_event(event.plaintext)

@@ -32,7 +32,6 @@ from adk_secure_sessions.migration.sources import (
     UnreadableIds,
 )
 from adk_secure_sessions.storage import key_operations
-from adk_secure_sessions.storage.features.imports import SourceEvent
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
@@ -45,6 +44,7 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.table_walk import grouped, rows_where
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.
@@ -202,7 +202,7 @@ async def session_content(
         except ValueError:  # together they are larger than one record
             reason = Reason.MALFORMED
             raise DecryptionError(f"its state exceeds a limit: {SEE_LIMITS}", reason) from None
-    history = [SourceEvent(*pair) for pair in zip(decrypted.events, decrypted.times, strict=True)]
+    history = [EncodedEvent(*pair) for pair in zip(decrypted.events, decrypted.times, strict=True)]
     expires_at = None if row.expires_at == NEVER else row.expires_at
     return SessionContent(state, history, row.created_at, row.updated_at, expires_at)
 

@@ -32,7 +32,7 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
     try_convert,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
@@ -150,7 +150,7 @@ class _Package1xQueries(AdkQueries):
             raise ConversionError(f"its state: {error}") from None
         return convert_state(plaintext)
 
-    def convert_event(self, row: Row) -> SourceEvent:
+    def convert_event(self, row: Row) -> EncodedEvent:
         event_id, invocation_id, timestamp, stored = row
         names = {"id": to_text(event_id), "invocation_id": to_text(invocation_id)}
         try:

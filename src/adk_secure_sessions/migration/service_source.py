@@ -25,7 +25,7 @@ from adk_secure_sessions.migration.sources import (
     encoded_state,
     try_convert,
 )
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
 _BATCH = 32  # the number of sessions in one batch, if their contents are not read
@@ -197,7 +197,7 @@ class ServiceSource(Source):
 def _content(key: ListedSession, session: Session) -> SessionContent:
     require_valid_ids(*key.ids)
     state = encoded_state(json_text.split_scopes(session.state).session)
-    converted: list[SourceEvent] = []
+    converted: list[EncodedEvent] = []
     for event in session.events:
         event_copy = event.model_copy(update={"actions": event.actions.model_copy()})
         try:

@@ -8,7 +8,7 @@ from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.formats.json_text import JsonObject, encode_state
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.storage.features.imports import SourceEvent
+from adk_secure_sessions.storage.writes import EncodedEvent
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -71,7 +71,7 @@ class SessionContent(NamedTuple):
     """
 
     state: bytes
-    events: Sequence[SourceEvent]
+    events: Sequence[EncodedEvent]
     created_at: int
     updated_at: int
     expires_at: int | None = None

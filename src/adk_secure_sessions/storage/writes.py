@@ -53,7 +53,6 @@ from adk_secure_sessions.storage.table_walk import grouped
 
 T = TypeVar("T")
 Changes = list[Change]
-TimedPlaintext = tuple[bytes, int]  # the plaintext and the time (microseconds UTC) of an event
 
 # In bytes of JSON.  If an overlay would become larger, it is merged into a new snapshot, and the
 # new overlay is empty.  Therefore, most appends rewrite only a small row, even if the state is
@@ -77,6 +76,13 @@ class MissingSession(Exception):
 
 class StaleRevision(Exception):
     """The stored session does not have the row id and the revision that the caller expects."""
+
+
+class EncodedEvent(NamedTuple):
+    """The plaintext of an event, as `events.encode` returns it, or of an item."""
+
+    plaintext: bytes
+    time: int  # microseconds since 1970, UTC
 
 
 class NewEvent(NamedTuple):
@@ -624,16 +630,16 @@ def replacement_changes(
     return [row, *owner_changes.changes, witness, *deletions, *new.inserts]
 
 
-def event_groups(events: Iterable[TimedPlaintext]) -> list[list[TimedPlaintext]]:
+def event_groups(events: Iterable[EncodedEvent]) -> list[list[EncodedEvent]]:
     """Divide *events* into groups, each of which one request can insert."""
-    return list(grouped(events, lambda one: len(one[0]), _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
+    return list(grouped(events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
 
 
 def try_apply_with_events(
     attempt: Attempt,
     changes: Changes,
     session_row_id: int,
-    groups: Iterable[list[TimedPlaintext]],
+    groups: Iterable[list[EncodedEvent]],
     links: Sequence[bytes],
 ) -> Steps[bool]:
     """Apply *changes* and insert the first of *groups*, then each further group, as all events of a

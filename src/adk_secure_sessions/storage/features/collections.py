@@ -33,6 +33,7 @@ from adk_secure_sessions.storage.writes import (
     CreateSession,
     DeleteSession,
     DuplicateSession,
+    EncodedEvent,
     MissingSession,
     NewEvent,
     NewSession,
@@ -241,7 +242,7 @@ class RewriteItems(Write[StoredSession]):
         new = NewSession.build(attempt, session._replace(row=row, last_link=links[-1]))
         self._unconfirmed_results[row.id] = new.session
         changes = replacement_changes(attempt, owner_changes, session, new)
-        groups = event_groups((item, self.now) for item in self.items)
+        groups = event_groups(EncodedEvent(item, self.now) for item in self.items)
         if not (yield from try_apply_with_events(attempt, changes, row.id, groups, links)):
             raise Conflict
         return new.session

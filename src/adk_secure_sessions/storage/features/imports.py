@@ -54,6 +54,7 @@ from adk_secure_sessions.storage.table_walk import rows_where
 from adk_secure_sessions.storage.writes import (
     CachedOwners,
     Changes,
+    EncodedEvent,
     NewSession,
     OwnerChanges,
     Write,
@@ -90,13 +91,6 @@ class ImportStatus(Enum):
     def is_due(self) -> bool:
         """Whether an import stores the session or state, or has stored it."""
         return self in (ImportStatus.NEW, ImportStatus.OUTDATED)
-
-
-class SourceEvent(NamedTuple):
-    """An event of another database."""
-
-    plaintext: bytes  # as `events.encode` returns it
-    time: int  # microseconds since 1970, UTC
 
 
 # The status of what was imported and is still stored, by two answers: whether the source has not
@@ -253,7 +247,7 @@ class ImportSession(_Import[ImportStatus]):
     lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
     state: bytes
-    events: Sequence[SourceEvent]
+    events: Sequence[EncodedEvent]
     times: tuple[int, int, int]
 
     def __post_init__(self) -> None:
@@ -486,7 +480,7 @@ class Imports:
         session_id: str,
         *,
         state: bytes,
-        events: Sequence[SourceEvent],
+        events: Sequence[EncodedEvent],
         created_at: int,
         updated_at: int,
         source_etag: str,
