@@ -291,5 +291,5 @@ def session_row(session: StoredSession) -> RawRow:
 
 
 def witness_row(attempt: Attempt, owner_tag: bytes, tag: bytes, number: int, link: bytes) -> RawRow:
-    seal = sealed_rows.seal_witness(attempt, owner_tag, tag, number, link).seal
-    return raw(WITNESS, (number,), tag, seal)
+    record = sealed_rows.seal_witness(attempt, owner_tag, tag, number, link).record
+    return raw(WITNESS, (number,), tag, record)

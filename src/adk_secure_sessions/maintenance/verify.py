@@ -328,5 +328,5 @@ _PRESENT_VERSION = sa.func.coalesce(
         for version in (sessions.c.revision, users.c.version, apps.c.version)
     )
 )
-_IMPORTED = sa.select(*(migrated.c[name] for name in MigratedRow._fields), _PRESENT_VERSION)
+_IMPORTED = sa.select(*migrated.c, _PRESENT_VERSION)
 _OWNER_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}

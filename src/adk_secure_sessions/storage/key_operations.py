@@ -67,8 +67,8 @@ class ReadOwner(StorageOperation[DecryptedOwner | None]):
         owner = _open_owner(attempt, rows, of_user=self.of_user)
         if owner is None:
             return None
-        row, seal = owner.row, rows.witnesses[owner.row.tag].seal
-        headers = _count_headers((sealed_rows.table_of(row), row.record), (WITNESSES, seal))
+        row, witness = owner.row, rows.witnesses[owner.row.tag].record
+        headers = _count_headers((sealed_rows.table_of(row), row.record), (WITNESSES, witness))
         return DecryptedOwner(attempt.identity.app_name, owner, headers)
 
 
@@ -95,7 +95,7 @@ class DecryptedSession(NamedTuple, Generic[E]):
         """Count the decrypted records of the session."""
         return _count_headers(
             (SESSIONS, self.session.row.record),
-            (WITNESSES, self.rows.witnesses[self.session.row.tag].seal),
+            (WITNESSES, self.rows.witnesses[self.session.row.tag].record),
             *((SNAPSHOTS, snapshot.record) for snapshot in self.rows.snapshots.values()),
             *((EVENTS, event[EVENT_RECORD]) for event in self.rows.events),
         )

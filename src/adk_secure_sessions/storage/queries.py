@@ -50,8 +50,8 @@ _INTEGERS, _BLOBS = 8, 3
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _INTEGERS
-# The positions of `last_seq`, and of the `seal` of the version witness, in the row of a session.
-_LAST_SEQ, _SEAL = _INTEGERS, _INTEGERS + _BLOBS
+# The positions of `last_seq`, and of the record of the version witness, in the row of a session.
+_LAST_SEQ, _WITNESS = _INTEGERS, _INTEGERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 
@@ -211,25 +211,25 @@ _APP_AND_USER = (_THE_APP, _THE_USER, _WITNESS_OF_APP, _WITNESS_OF_USER)
 
 
 def _select_sessions(
-    *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions, seal: Any = None
+    *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions, witness: Any = None
 ) -> sa.Select[Any]:
     highest = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
     last_seq = sa.func.coalesce(highest.scalar_subquery(), sa.literal_column("-1"))
-    query = _SESSION_KIND.select(*conditions, extra_integer=last_seq, extra_blob=seal)
+    query = _SESSION_KIND.select(*conditions, extra_integer=last_seq, extra_blob=witness)
     return query.select_from(source)
 
 
 def _select_listed(
     *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions
 ) -> sa.Select[Any]:
-    """Return a SELECT of sessions with the seals of their version witnesses.
+    """Return a SELECT of sessions with the records of their version witnesses.
 
     With the witnesses in rows of their own, a listing of 100 sessions takes 10% more time.
     """
     c = witnesses.c
     same_session = sa.and_(c.tag == sessions.c.tag, c.number == sessions.c.id)
     return _select_sessions(
-        *conditions, source=source.outerjoin(witnesses, same_session), seal=c.seal
+        *conditions, source=source.outerjoin(witnesses, same_session), witness=c.seal
     )
 
 
@@ -606,8 +606,8 @@ class QueryRows:
                 continue
             if number == session:
                 self.last_seqs[row[1]] = row[_LAST_SEQ]
-                if row[_SEAL] is not None:  # of a listing
-                    listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_SEAL])))
+                if row[_WITNESS] is not None:  # of a listing
+                    listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_WITNESS])))
             kind, values = _ROW_MAKERS[number]
             kinds[number].append(make(kind, values(row)))
         self.apps: list[AppRow]

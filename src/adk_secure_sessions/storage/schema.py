@@ -73,7 +73,7 @@ class WitnessRow(NamedTuple):
 
     tag: bytes
     number: int
-    seal: bytes
+    record: bytes
 
 
 class SessionRow(NamedTuple):
@@ -122,7 +122,7 @@ class MigratedRow(NamedTuple):
     row_id: int
     number: int
     source: bytes
-    seal: bytes
+    mac: bytes
 
     @property
     def is_tombstone(self) -> bool:
@@ -147,8 +147,8 @@ class AuditRow(NamedTuple):
     record: bytes
 
 
-# The names of columns that contain a `record`: they are named after the plaintext.
-_RECORD_COLUMNS = {EventRow: "event"} | dict.fromkeys(
+# The names of the last columns that differ from those of the fields.
+_LAST_COLUMNS = {EventRow: "event", WitnessRow: "seal", MigratedRow: "seal"} | dict.fromkeys(
     (AppRow, UserRow, SessionRow, SnapshotRow), "state"
 )
 
@@ -156,7 +156,7 @@ _RECORD_COLUMNS = {EventRow: "event"} | dict.fromkeys(
 def column_names(row_type: Any) -> list[str]:
     """Return the names of the columns of *row_type*, a type of stored rows."""
     *names, last = row_type._fields
-    return [*names, _RECORD_COLUMNS.get(row_type, last)]
+    return [*names, _LAST_COLUMNS.get(row_type, last)]
 
 
 # --- tables ---------------------------------------------------------------------------------------

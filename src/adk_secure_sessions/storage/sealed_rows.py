@@ -321,8 +321,8 @@ def seal_witness(
     """
     row = WitnessRow(tag, number, b"")
     context = WITNESSES.context(attempt.identity.ids, row)
-    seal = attempt.keys.seal(owner_tag, context, records.NO_FLAGS + link, has_flags=True)
-    return WitnessRow(tag, number, seal)
+    record = attempt.keys.seal(owner_tag, context, records.NO_FLAGS + link, has_flags=True)
+    return WitnessRow(tag, number, record)
 
 
 def seal_session(attempt: Attempt, session: StoredSession) -> StoredSession:
@@ -383,7 +383,7 @@ def _check_witness(
         )
     try:
         context = WITNESSES.context(attempt.identity.ids, witness)
-        witness_link = attempt.keys.open(owner_tag, context, witness.seal, records.reject_flags)
+        witness_link = attempt.keys.open(owner_tag, context, witness.record, records.reject_flags)
     except DecryptionError as error:
         raise error.about(
             f"its version witness, {WITNESSES.name} row {witness.tag.hex()}"

@@ -96,7 +96,7 @@ class NewEvent(NamedTuple):
 
 
 def _witness_change(old: int, new: WitnessRow) -> Change:
-    values = {"at_tag": new.tag, "at_number": old, "number": new.number, "seal": new.seal}
+    values = {"at_tag": new.tag, "at_number": old, "number": new.number, "seal": new.record}
     return Change(sql.UPDATE_WITNESS, values)
 
 

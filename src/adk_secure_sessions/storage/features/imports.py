@@ -3,7 +3,7 @@
 `secure_migrated` has a row for each session, user and app that was imported, and a *tombstone* for
 each session and user that must not be imported.  A row stays when the session is deleted.
 Therefore, a later import never restores a deleted session, and never replaces a session that a
-service has changed since.  The column `seal` of each row is a MAC: see docs/format.md, "Migration".
+service has changed since.  Each row has a MAC: see docs/format.md, "Migration".
 """
 
 import hmac
@@ -130,7 +130,7 @@ class ImportMacs(NamedTuple):
         """Raise TamperedError if the row was modified, or was written for another database."""
         with locating_errors(migrated.name, row.tag.hex() if type(row.tag) is bytes else "?"):
             expected = self.build_row(*row[:4])
-            if type(row.seal) is not bytes or not hmac.compare_digest(expected.seal, row.seal):
+            if type(row.mac) is not bytes or not hmac.compare_digest(expected.mac, row.mac):
                 raise TamperedError(
                     "its MAC is wrong: it was modified, moved or copied from another database",
                     Reason.MISMATCH,
@@ -290,7 +290,7 @@ class ImportSession(_Import[ImportStatus]):
         changes = [
             Change(sql.IMPORT_SESSION_OF_CACHED, columns),
             *new.inserts_with_witness(),
-            Change(sql.INSERT_MIGRATED, row._asdict()),
+            Change(sql.INSERT_MIGRATED, as_parameters(row)),
         ]
         if not (yield from self._apply(attempt, new, changes)):
             raise CachedRowOutdated
@@ -308,7 +308,7 @@ class ImportSession(_Import[ImportStatus]):
             insert = insert_if_unchanged(user, insert, sql.IMPORT_SESSION_OF_USER)
         # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
         # then sees that tombstone.
-        remember = Change(sql.INSERT_MIGRATED, row._asdict())
+        remember = Change(sql.INSERT_MIGRATED, as_parameters(row))
         changes = [remember, *owner_changes.changes, insert, *new.inserts_with_witness()]
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
@@ -385,7 +385,7 @@ class ImportOwnerState(_Import[ImportStatus]):
             return ImportStatus.SAME_ID
         changed = self._set(app, user, owner_changes)
         new = self.macs.build_row(self._tag, changed.row.id, changed.version, self.source)
-        remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, new._asdict())
+        remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, as_parameters(new))
         yield from apply_or_conflict([*owner_changes.changes, remember])
         return status
 
@@ -422,7 +422,7 @@ class AddTombstone(Write[None]):
         rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
         if self.macs.checked_with_tag(rows, tag) is None:
             new = self.macs.tombstone(tag)
-            yield from apply_or_conflict([Change(sql.INSERT_MIGRATED, new._asdict())])
+            yield from apply_or_conflict([Change(sql.INSERT_MIGRATED, as_parameters(new))])
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
@@ -439,7 +439,7 @@ def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> 
     # A tombstone forbids all imports of the user, so it may replace any row, even one that was
     # tampered with.
     connection.execute(sa.delete(migrated).where(migrated.c.tag == tombstone.tag))
-    connection.execute(sa.insert(migrated).values(**tombstone._asdict()))
+    connection.execute(sa.insert(migrated).values(**as_parameters(tombstone)))
 
 
 def _update(old: MigratedRow, new: MigratedRow) -> Change:
