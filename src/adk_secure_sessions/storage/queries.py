@@ -588,11 +588,11 @@ DELETE_WITNESS = sa.delete(witnesses).where(witnesses.c.tag == sa.bindparam("at_
 class QueryRows:
     """The rows of one read, by kind.  On SQLite, a modified value may have any type.
 
-    *has_snapshots* is whether the query reads the snapshots of sessions.
+    *reads_snapshots* is whether the query reads the snapshots of sessions.
     """
 
-    def __init__(self, rows: Iterable[Row], has_snapshots: bool = True) -> None:
-        self.has_snapshots: bool = has_snapshots
+    def __init__(self, rows: Iterable[Row], reads_snapshots: bool = True) -> None:
+        self.reads_snapshots: bool = reads_snapshots
         kinds: list[list[Any]] = [[], [], [], [], [], [], [], [], [], []]
         # The `seq` of the last event, or -1, by the row id of the session.
         self.last_seqs: dict[int, int] = {}

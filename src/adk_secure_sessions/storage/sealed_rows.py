@@ -157,7 +157,7 @@ def open_session_row(
         and rows.last_seqs.get(row.id) == row.revision - 1
     ):
         unchanged = cached
-        is_complete = not rows.has_snapshots or cached.value.snapshot is not None
+        is_complete = not rows.reads_snapshots or cached.value.snapshot is not None
         if is_complete and witness and cached.witness == witness:
             return cached.value
     session = _decrypt_session(attempt, rows, user, row)
@@ -197,7 +197,7 @@ def _decrypt_session(
             )
     identity = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
-    if rows.has_snapshots or not has_snapshot:
+    if rows.reads_snapshots or not has_snapshot:
         snapshot = _open_snapshot(attempt, rows, identity, user, row, snapshot_link)
     return StoredSession(row, session_id, overlay, snapshot, last_link, snapshot_link)
 
