@@ -48,7 +48,7 @@ from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import (
     NEVER,
     Identity,
-    SessionVersion,
+    SessionRevision,
     SessionView,
     StoredSession,
     sessions,
@@ -72,7 +72,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 
 _NO_LIMIT = 2**40  # no app has as many sessions
-_NO_SESSION = SessionVersion(-1, -1)
+_NO_SESSION = SessionRevision(-1, -1)
 
 STALE = (
     "The session has been modified in storage since it was loaded. "
@@ -661,7 +661,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             await self._search_index.declare_configured(session.app_name)
         identity = await self._runner.identify(session.app_name, session.user_id, session.id)
         if (marker := session._storage_update_marker) is None:
-            expected = await self._version_of_unmarked(session, identity)
+            expected = await self._revision_of_unmarked(session, identity)
         else:
             expected = _parse_marker(marker)
 
@@ -679,7 +679,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         except writes.StaleRevision:
             raise StaleSessionError(STALE) from None
 
-    async def _version_of_unmarked(self, session: Session, identity: Identity) -> SessionVersion:
+    async def _revision_of_unmarked(self, session: Session, identity: Identity) -> SessionRevision:
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
@@ -846,11 +846,11 @@ def _marker(stored: StoredSession) -> str:
     return f"{stored.row.id:x}.{stored.row.revision}"
 
 
-def _parse_marker(marker: str) -> SessionVersion:
+def _parse_marker(marker: str) -> SessionRevision:
     """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
     row, _, revision = marker.partition(".")
     try:
-        return SessionVersion(int(row, 16), int(revision))
+        return SessionRevision(int(row, 16), int(revision))
     except ValueError:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.

@@ -27,7 +27,7 @@ from adk_secure_sessions.integrations.blob_maintenance import check_blobs, purge
 from adk_secure_sessions.integrations.blob_rotation import rotate_data_and_blobs
 from adk_secure_sessions.maintenance import Database, retire, rotate_data, separate, verify
 from adk_secure_sessions.storage.features.collections import Collection
-from adk_secure_sessions.storage.schema import SessionVersion
+from adk_secure_sessions.storage.schema import SessionRevision
 from tests.faults import Point, lost, with_faults
 from tests.integrations import object_server, s3
 from tests.integrations.blob_files import contents, make_older, unmarked
@@ -348,7 +348,7 @@ def of_blob(**changes: Any) -> bytes:
 
 
 def read_items(first: int, items: list[bytes]) -> list[int]:
-    found = versions_of(Collection(NAME, SessionVersion(7, first + len(items)), tuple(items)))
+    found = versions_of(Collection(NAME, SessionRevision(7, first + len(items)), tuple(items)))
     return [one.number for one in found]
 
 

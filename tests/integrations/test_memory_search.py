@@ -26,7 +26,7 @@ from adk_secure_sessions.integrations.memory_index import (
     query_words,
     words_and_text,
 )
-from adk_secure_sessions.storage.schema import SessionVersion
+from adk_secure_sessions.storage.schema import SessionRevision
 from tests.integrations.memory_support import (
     DIFFERENT,
     add,
@@ -53,7 +53,7 @@ def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -
         theirs = reference()
         events = [text_event(*texts, event_id=str(n)) for n, texts in enumerate(stored) if texts]
         await theirs.add_session_to_memory(session(*events))
-        mine = UserMemory(SessionVersion(1, 0))
+        mine = UserMemory(SessionRevision(1, 0))
         values = [
             {"id": event.id, "content": json_text.loads(_content(event.content, "", 0))}
             for event in events

@@ -9,7 +9,7 @@ from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import Database, verify
 from adk_secure_sessions.storage.features.collections import MAX_NAME_BYTES, Collection
-from adk_secure_sessions.storage.schema import SessionVersion
+from adk_secure_sessions.storage.schema import SessionRevision
 from adk_secure_sessions.storage.writes import StaleRevision
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, OLD, event
@@ -26,7 +26,7 @@ async def service(url: str) -> AsyncIterator[EncryptedSessionService]:
 
 async def fill(
     service: EncryptedSessionService, name: str = "c", user: str = "ada"
-) -> SessionVersion:
+) -> SessionRevision:
     return [await service.collections.append((APP, user, name), item) for item in ITEMS][-1]
 
 

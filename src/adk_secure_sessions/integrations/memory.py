@@ -45,7 +45,7 @@ from adk_secure_sessions.integrations.memory_index import Entry, NewItem, UserMe
 from adk_secure_sessions.service import EncryptedSessionService, check_ids, reject_unknown_methods
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.collections import Address, Collection
-from adk_secure_sessions.storage.schema import SessionVersion, events
+from adk_secure_sessions.storage.schema import SessionRevision, events
 
 _USER_SIZE = 100  # entries, as which a user without entries counts in the cache
 # The maximum size of the entries of one item, in bytes of JSON.  Deleting one entry writes all
@@ -322,7 +322,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 cache = await self._cache()
                 memory = await self._up_to_date(cache, address)
                 if memory is None:
-                    if plan(UserMemory(SessionVersion(0, 0))) is None:
+                    if plan(UserMemory(SessionRevision(0, 0))) is None:
                         return
                     # Create the collection with an empty item.  Then each later item can be
                     # appended at an expected row id and revision.

@@ -26,7 +26,7 @@ from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import unreadable_error
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
-from adk_secure_sessions.storage.schema import SessionVersion, events
+from adk_secure_sessions.storage.schema import SessionRevision, events
 
 T = TypeVar("T")
 
@@ -145,10 +145,10 @@ class UserMemory:
     Several threads may use this object.  They hold `lock` while they change or search it.
     """
 
-    def __init__(self, version: SessionVersion) -> None:
+    def __init__(self, version: SessionRevision) -> None:
         self.lock: threading.Lock = threading.Lock()
         # The row id of the collection, and the number of applied items.
-        self.version: SessionVersion = version
+        self.version: SessionRevision = version
         # By key.  Of two entries with the same count of words, the one with the lower key comes
         # first, as in google-adk.
         self.entries: dict[int, Entry] = {}

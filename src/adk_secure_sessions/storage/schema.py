@@ -506,7 +506,7 @@ class Owner(NamedTuple):
         return self.row.version
 
 
-class SessionVersion(NamedTuple):
+class SessionRevision(NamedTuple):
     """The row id and the revision of a session or a collection."""
 
     session_row_id: int
@@ -534,8 +534,8 @@ class StoredSession(NamedTuple):
         return self.row.revision
 
     @property
-    def id_and_revision(self) -> SessionVersion:
-        return SessionVersion(self.row.id, self.row.revision)
+    def id_and_revision(self) -> SessionRevision:
+        return SessionRevision(self.row.id, self.row.revision)
 
     @property
     def has_expired(self) -> bool:

@@ -40,8 +40,8 @@ from adk_secure_sessions.storage.schema import (
     NO_SNAPSHOT,
     AppRow,
     Owner,
+    SessionRevision,
     SessionRow,
-    SessionVersion,
     SessionView,
     StoredSession,
     UserRow,
@@ -437,7 +437,7 @@ class AppendEvent(Write[StoredSession]):
 
     audited_as = "append"
 
-    expected: SessionVersion
+    expected: SessionRevision
     event: NewEvent
     on_appended: Callable[[StoredSession], None] = lambda session: None
 

@@ -21,7 +21,7 @@ from adk_secure_sessions.storage.reads import GetSession, ListSessions
 from adk_secure_sessions.storage.schema import (
     EVENTS,
     Identity,
-    SessionVersion,
+    SessionRevision,
     StoredSession,
     locating_errors,
     new_row_id,
@@ -59,7 +59,7 @@ class Collection(NamedTuple):
     """
 
     name: str
-    version: SessionVersion
+    version: SessionRevision
     items: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:  # without the items, because items of artifacts contain keys
@@ -102,7 +102,7 @@ class Collections:
 
     async def append(
         self, address: Address, item: bytes | Callable[[Collection], bytes]
-    ) -> SessionVersion:
+    ) -> SessionRevision:
         """Append an item to a collection, and return the collection's row id and new revision.
 
         If the collection, its user or its app does not exist, create it.  If *item* is a function,
@@ -127,11 +127,11 @@ class Collections:
 
     async def append_at(
         self,
-        expected: SessionVersion,
+        expected: SessionRevision,
         address: Address,
         item: bytes,
         replaced: Mapping[int, bytes] = {},
-    ) -> SessionVersion:
+    ) -> SessionRevision:
         """Append *item* if the collection is as *expected*: see `AppendEvent`.
 
         *replaced* are new contents for earlier items, by number from 0: see `ReplaceItems`.
@@ -146,7 +146,7 @@ class Collections:
         return (await self.runner.run(append)).id_and_revision
 
     async def rewrite(
-        self, address: Address, items: Sequence[bytes], expected: SessionVersion
+        self, address: Address, items: Sequence[bytes], expected: SessionRevision
     ) -> None:
         """Replace all items of a collection by *items*: see `RewriteItems`."""
         identity = await self.runner.identify(*address, True)
@@ -226,7 +226,7 @@ class RewriteItems(Write[StoredSession]):
     always_locks_rows = True  # the number of items has no limit, so several requests insert them
     lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
 
-    expected: SessionVersion
+    expected: SessionRevision
     items: Sequence[bytes]
     now: int
 
