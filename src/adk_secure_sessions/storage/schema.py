@@ -497,7 +497,7 @@ class Owner(NamedTuple):
         return isinstance(self.row, UserRow)
 
     @property
-    def app_row(self) -> int:
+    def app_row_id(self) -> int:
         """The row id of a user's app; 0 for an app."""
         return self.row.app_row if isinstance(self.row, UserRow) else 0
 

@@ -108,7 +108,7 @@ def open_owners(attempt: Attempt, rows: QueryRows) -> tuple[Owner | None, Owner 
 
 def require_app(app: Owner | None, user: Owner) -> Owner:
     """Return *app*; raise TamperedError if it is not the app that the user's row refers to."""
-    if app is None or app.row.id != user.app_row:
+    if app is None or app.row.id != user.app_row_id:
         raise TamperedError("its app's row was removed", Reason.MISSING, USERS.name, user.row.id)
     return app
 

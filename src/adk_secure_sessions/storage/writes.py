@@ -417,7 +417,7 @@ def cached_owners(attempt: Attempt) -> CachedOwners | None:
     user = attempt.row_cache.users.get(identity.user_tag)
     if not (app and user and app.witness and user.witness):
         return None
-    same = (user.value.user_id, user.value.app_row) == (identity.user_id, app.value.row.id)
+    same = (user.value.user_id, user.value.app_row_id) == (identity.user_id, app.value.row.id)
     if not same or not attempt.keys.current_is_as_new_as(identity.user_tag, user.value.row.record):
         return None
     values = app.value.row + user.value.row + app.witness + user.witness
