@@ -49,7 +49,7 @@ from adk_secure_sessions.storage.schema import (
     NEVER,
     Identity,
     SessionRevision,
-    SessionView,
+    SessionWithStates,
     StoredSession,
     sessions,
     snapshots,
@@ -567,14 +567,14 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._identify(app_name, "" if user_id is None else user_id)
         return await self._runner.run(listing(identity, of_app=user_id is None))
 
-    def _list_response(self, app_name: str, views: list[SessionView]) -> ListSessionsResponse:
+    def _list_response(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
         views.sort(
             key=lambda view: (view.session.row.updated_at, view.user_id, view.session.session_id)
         )
         return ListSessionsResponse(sessions=self._to_sessions(app_name, views))
 
     def _to_sessions(
-        self, app_name: str, views: list[SessionView], *, include_state: bool = True
+        self, app_name: str, views: list[SessionWithStates], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
         for view in views:
@@ -857,7 +857,7 @@ def _parse_marker(marker: str) -> SessionRevision:
         return _NO_SESSION
 
 
-def _merged_state(view: SessionView) -> dict[str, Any]:
+def _merged_state(view: SessionWithStates) -> dict[str, Any]:
     stored, no_state = view.session, b"{}"
     table, row = sessions.name, stored.row.id
     try:
@@ -876,7 +876,7 @@ def _merged_state(view: SessionView) -> dict[str, Any]:
 
 def _session(
     app_name: str,
-    view: SessionView,
+    view: SessionWithStates,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,

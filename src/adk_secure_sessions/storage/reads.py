@@ -16,7 +16,13 @@ from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import Attempt, StorageOperation, read_data_keys
 from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, QueryRows
 from adk_secure_sessions.storage.row_cache import CachedEvents, size_of_event
-from adk_secure_sessions.storage.schema import SESSIONS, Identity, Owner, SessionView, StoredSession
+from adk_secure_sessions.storage.schema import (
+    SESSIONS,
+    Identity,
+    Owner,
+    SessionWithStates,
+    StoredSession,
+)
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -35,7 +41,7 @@ _CHUNK = 64
 
 
 @dataclass(eq=False, repr=False)
-class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
+class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
     """Read a session with its last *limit* events, or with all events since the time *since*.
 
     Return the session and its decoded events; None if there is no such session, or if it has
@@ -61,7 +67,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
             self.limit = min(self.limit, _MAX_EVENTS)
             self.caches = self.caches and self.limit != 0
 
-    async def execute(self, attempt: Attempt) -> tuple[SessionView, list[E]] | None:
+    async def execute(self, attempt: Attempt) -> tuple[SessionWithStates, list[E]] | None:
         if self.caches:
             cached = attempt.row_cache.events.get(self.identity.session_tag)
             attempt.keys.count_lookup(telemetry.EVENT_CACHE, hit=cached is not None)
@@ -79,7 +85,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
 
     async def _open(
         self, attempt: Attempt, rows: QueryRows, cached: CachedEvents | None = None
-    ) -> tuple[SessionView, list[E]] | None:
+    ) -> tuple[SessionWithStates, list[E]] | None:
         app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None or user is None or app is None:
@@ -87,7 +93,7 @@ class GetSession(StorageOperation[tuple[SessionView, list[E]] | None]):
         if session.has_expired:
             attempt.row_cache.events.drop(session.row.tag)
             return None
-        view = SessionView(session, user.user_id, app.state, user.state)
+        view = SessionWithStates(session, user.user_id, app.state, user.state)
         if not self.caches:
             return view, await self._read_events(attempt, rows, session)
         return view, await self._cached_events(attempt, rows, session, cached)
@@ -297,7 +303,7 @@ class Listing(StorageOperation[T]):
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skips_unreadable
 
-    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionView]:
+    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
         """Return the sessions or collections in *rows* that have not, or have, expired."""
         owners = {user.row.id: user for user in await self._users(attempt, rows)}
         app = sealed_rows.open_app(attempt, rows)
@@ -324,7 +330,7 @@ class Listing(StorageOperation[T]):
                     checked_users.add(user.row.id)
                 is_wanted = session.has_expired == self.lists_expired
                 if is_wanted and session.row.is_collection == self.is_collection:
-                    views.append(SessionView(session, user.user_id, app_state, user.state))
+                    views.append(SessionWithStates(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
         return views
@@ -360,10 +366,10 @@ class Listing(StorageOperation[T]):
         logger.error("left out of a listing: %s", error)
 
 
-class ListSessions(Listing[list[SessionView]]):
+class ListSessions(Listing[list[SessionWithStates]]):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
-    async def execute(self, attempt: Attempt) -> list[SessionView]:
+    async def execute(self, attempt: Attempt) -> list[SessionWithStates]:
         query = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
         if self.is_collection:
             query = sql.COLLECTIONS_OF_USER
@@ -378,7 +384,7 @@ class SessionPosition(NamedTuple):
     row_id: int
 
 
-PageOfSessions = Page[SessionView, SessionPosition]
+PageOfSessions = Page[SessionWithStates, SessionPosition]
 
 
 class PageOptions(NamedTuple):

@@ -549,7 +549,7 @@ class StoredSession(NamedTuple):
         return min(updated_at + self.row.expires_at - self.row.updated_at, NEVER - 1)
 
 
-class SessionView(NamedTuple):
+class SessionWithStates(NamedTuple):
     """A session, and the states of its app and user as JSON."""
 
     session: StoredSession

@@ -42,7 +42,7 @@ from adk_secure_sessions.storage.schema import (
     Owner,
     SessionRevision,
     SessionRow,
-    SessionView,
+    SessionWithStates,
     StoredSession,
     UserRow,
     WitnessRow,
@@ -307,7 +307,7 @@ class Write(StorageOperation[T]):
 
 
 @dataclass(eq=False, repr=False)
-class CreateSession(Write[SessionView]):
+class CreateSession(Write[SessionWithStates]):
     """Store a new session, and its app and its user if they are not stored yet.
 
     If the user already has a session with this id, raise DuplicateSession and change nothing.
@@ -322,7 +322,7 @@ class CreateSession(Write[SessionView]):
     now: int
     expires_at: int = NEVER
 
-    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[SessionView]:
+    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[SessionWithStates]:
         skips_read = attempt.may_use_cached_rows and not (self.app_delta or self.user_delta)
         if skips_read and (cached := cached_owners(attempt)):
             return (yield from self._create_from_cache(attempt, cached))
@@ -334,7 +334,7 @@ class CreateSession(Write[SessionView]):
             raise DuplicateSession(has_expired=stored.has_expired)
         if stored and user and app:  # others may have changed it since
             new = self._unconfirmed_results[stored.row.id]
-            return SessionView(new, user.user_id, app.state, user.state)
+            return SessionWithStates(new, user.user_id, app.state, user.state)
         app = owner_changes.upsert_app(app, self.app_delta)
         changed = owner_changes.upsert_user(user, app.row.id, self.user_delta)
         session, other_inserts = self._new_session(attempt, changed.row.id)
@@ -342,15 +342,17 @@ class CreateSession(Write[SessionView]):
         if changed == user:  # the user is stored, and no change updates the row
             row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
         yield from apply_or_conflict([*owner_changes.changes, row, *other_inserts])
-        return SessionView(session, changed.user_id, app.state, changed.state)
+        return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
-    def _create_from_cache(self, attempt: Attempt, cached: "CachedOwners") -> Steps[SessionView]:
+    def _create_from_cache(
+        self, attempt: Attempt, cached: "CachedOwners"
+    ) -> Steps[SessionWithStates]:
         """Create the session without a read, from the cached rows of its app and its user."""
         session, other_inserts = self._new_session(attempt, cached.user.row.id)
         columns = as_parameters(session.row) | cached.columns
         if not (yield Apply([Change(sql.INSERT_SESSION_OF_CACHED, columns), *other_inserts])):
             raise CachedRowOutdated
-        return SessionView(session, cached.user.user_id, cached.app.state, cached.user.state)
+        return SessionWithStates(session, cached.user.user_id, cached.app.state, cached.user.state)
 
     def _new_session(self, attempt: Attempt, user_row_id: int) -> tuple[StoredSession, Changes]:
         """Return a new session, and the changes to make in addition to inserting its row."""

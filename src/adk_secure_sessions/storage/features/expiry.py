@@ -18,7 +18,7 @@ from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner
 from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows, page_of_sessions
 from adk_secure_sessions.storage.reads import Listing
-from adk_secure_sessions.storage.schema import Identity, SessionView, apps, sessions, users
+from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import DeleteSession
 
@@ -105,7 +105,7 @@ class Expiry:
                     raise
                 connection.rollback()
 
-    async def _expired(self, name: object, now: int) -> list[tuple[str, SessionView]]:
+    async def _expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
         try:
             app_name = decode_text(name)
@@ -122,7 +122,7 @@ class Expiry:
         return await self._runner.run(deletion) is not False
 
 
-class _ListExpired(Listing[list[SessionView]]):
+class _ListExpired(Listing[list[SessionWithStates]]):
     """Read some sessions of an app that have expired, and leave out unreadable ones."""
 
     lists_expired = True
@@ -131,7 +131,7 @@ class _ListExpired(Listing[list[SessionView]]):
         super().__init__(identity, of_app=True, skips_unreadable=True)
         self._now = now
 
-    async def execute(self, attempt: Attempt) -> list[SessionView]:
+    async def execute(self, attempt: Attempt) -> list[SessionWithStates]:
         query = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
         start = {"after_user": -1, "after_row": -1}
         rows = await attempt.read(query, now=self._now, limit=_MAX_READ, **start)

@@ -22,7 +22,7 @@ from adk_secure_sessions.storage.operation_runner import (
 )
 from adk_secure_sessions.storage.queries import QueryRows
 from adk_secure_sessions.storage.reads import ListPage, PageOfSessions, PageOptions, SessionPosition
-from adk_secure_sessions.storage.schema import Identity, SessionView
+from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
 
@@ -120,14 +120,14 @@ class FindPage(ListPage):
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | self._tags
 
-    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionView]:
+    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
         master = attempt.keys.keyring.index_master
         marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.index_rows)
         if IndexState.COMPLETE not in marks:
             raise NotIndexed
         return list(filter(self._matches, await super()._views(attempt, rows)))
 
-    def _matches(self, view: SessionView) -> bool:
+    def _matches(self, view: SessionWithStates) -> bool:
         """Return whether the state has the value.
 
         Also True if the state is malformed: the caller then raises the error.
