@@ -378,11 +378,11 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         Another process may have erased cached ones.
         """
-        keys = await self._runner.database_keys()
+        keyring = await self._runner.keyring()
         await self._feature.ensure()
         identity = await self._runner.identify(app_name, user_id, session_id)
-        staged = await self._runner.run(key_operations.EnsureOwners(identity))
-        return _SessionCipher(staged, True, keys.keyring.index_master, identity)
+        keys = await self._runner.run(key_operations.EnsureOwners(identity))
+        return _SessionCipher(keys, True, keyring.index_master, identity)
 
     async def _read(
         self, identity: Identity, work: Callable[["_SessionCipher"], Awaitable[T]]

@@ -469,16 +469,16 @@ class OperationRunner:
         while True:
             old = database_keys.keyring
             rows = await self.read_data_keys(owner_tags)
-            staged = TransactionKeys(
+            keys = TransactionKeys(
                 database_keys,
                 keyring_was_reread=rereads > 0,
                 uses_cache=False,
                 packing=self.packing,
             )
             with suppress(StaleKeyring):
-                staged.unwrap(rows.data_keys, rows.master_fingerprints)
-                if not staged.lacks_master or rereads == _REREADS:
-                    return staged
+                keys.unwrap(rows.data_keys, rows.master_fingerprints)
+                if not keys.lacks_master or rereads == _REREADS:
+                    return keys
             await self.reread_keyring(database_keys, old)
             rereads += 1
 
