@@ -330,7 +330,7 @@ def record_group_commit(transactions: int) -> None:
         _instruments().group_commits.record(transactions)
 
 
-def set_progress(part: float) -> None:
-    """Record which part of the running maintenance command is done, from 0 to 1."""
+def set_progress(fraction: float) -> None:
+    """Record which fraction of the running maintenance command is done, from 0 to 1."""
     if (operation := _current.get()) is not None:
-        _instruments().progress.set(part, {OPERATION: operation.name})
+        _instruments().progress.set(fraction, {OPERATION: operation.name})

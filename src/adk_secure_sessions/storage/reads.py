@@ -34,8 +34,8 @@ Decode = Callable[[bytes, int, int], E]
 
 _MAX_EVENTS = 2**40
 _LAST_ROW = 2**63 - 1
-# A part of a page has at least so many rows, except the first: a user may have many collections.
-_PART = 100
+# A batch of a page has at least so many rows, except the first: a user may have many collections.
+_MIN_BATCH = 100
 # How many events are decrypted and decoded before other tasks of the event loop may run.
 _CHUNK = 64
 
@@ -140,7 +140,7 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         times = [row[EVENT_TIME] for row in rows.events]
         extended = known.extended(session.last_link, times, events, size)
         attempt.row_cache.put_events(session.row.tag, extended)
-        return extended.part(self.limit, self.since)
+        return extended.select(self.limit, self.since)
 
 
 async def checked_events(
@@ -431,16 +431,16 @@ class ListPage(Listing[PageOfSessions]):
 
     async def execute(self, attempt: Attempt) -> PageOfSessions:
         limit, after = self._options.limit, self._options.after
-        views, after = await self._part(attempt, after, limit)
+        views, after = await self._read_batch(attempt, after, limit)
         while after is not None and len(views) < limit:
-            part, after = await self._part(attempt, after, max(limit, _PART))
-            views += part
+            batch, after = await self._read_batch(attempt, after, max(limit, _MIN_BATCH))
+            views += batch
         if len(views) > limit or (len(views) == limit and after is not None):
             last = views[limit - 1].session
             after = SessionPosition(last.row.user_row, last.row.id)
         return Page(views[:limit], after)
 
-    async def _part(
+    async def _read_batch(
         self, attempt: Attempt, position: SessionPosition | None, limit: int
     ) -> PageOfSessions:
         """Read at most *limit* rows, and omit collections and expired sessions."""

@@ -65,7 +65,7 @@ class CachedEvents(HoldsSecrets):
             self.session_row_id, link, self.times + times, self.events + events, self.size + size
         )
 
-    def part(self, limit: int | None, since: int | None) -> list[Any]:
+    def select(self, limit: int | None, since: int | None) -> list[Any]:
         """Return the last *limit* events, or those at the time *since* or later, in a new list."""
         if since is not None:
             return list(compress(self.events, [at >= since for at in self.times]))
