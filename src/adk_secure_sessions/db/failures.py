@@ -46,7 +46,7 @@ _DRIVERS = (
 )
 
 
-class _Kind(NamedTuple):
+class _ErrorKind(NamedTuple):
     """A kind of errors for which users get the same advice.
 
     The `DatabaseError` quotes the database's text, which contains no stored values for *codes*.
@@ -62,53 +62,53 @@ class _Kind(NamedTuple):
 
 _UNREACHABLE = "check that the database runs and that its URL is right, then try again"
 _KINDS = (
-    _Kind(
+    _ErrorKind(
         _READ_ONLY,
         "the server is read-only: connect to the primary server, or try again",
         True,
         Disconnected,
     ),
-    _Kind(
+    _ErrorKind(
         ("SQLITE_READONLY_ROLLBACK", "SQLITE_READONLY_RECOVERY", "SQLITE_READONLY_CANTINIT"),
         "a process stopped while it wrote to the file, and its transaction must be undone first: "
         "copy the file, and the files beside it that end in -journal and -wal, to a directory "
         "where you can write; open the copy once with `sqlite3 COPY .schema`, and use the copy",
     ),
-    _Kind(
+    _ErrorKind(
         ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH"),
         "check the path, its directory and permissions",
     ),
-    _Kind(
+    _ErrorKind(
         ("SQLITE_CANTOPEN",),
         "check the path, its directory and permissions; if you cannot write to the directory, and "
         "a file that ends in -wal is beside the database, copy both to a directory where you can",
     ),
-    _Kind(("28", 1045, 1044, 1698), "check the user and the password in the database URL"),
-    _Kind(("3D", 1049), "create the database, or correct its name in the URL"),
-    _Kind(
+    _ErrorKind(("28", 1045, 1044, 1698), "check the user and the password in the database URL"),
+    _ErrorKind(("3D", 1049), "create the database, or correct its name in the URL"),
+    _ErrorKind(
         ("42501", 1142, 1143, 1227),
         "grant the account what it lacks: services need SELECT, INSERT, UPDATE and DELETE on their "
         "tables, but on secure_audit only SELECT and INSERT",
     ),
-    _Kind(
+    _ErrorKind(
         ("42P01", "42703", 1146, 1054, "SQLITE_ERROR"),
         "check that all tables and columns exist; if not, restore them from a backup",
     ),
-    _Kind(("53300", 1040, 1203), "allow more connections, or lower pool_size", True),
-    _Kind(
+    _ErrorKind(("53300", 1040, 1203), "allow more connections, or lower pool_size", True),
+    _ErrorKind(
         ("53", 1114, 1021, "SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"),
         "free space for the database",
         True,
     ),
-    _Kind(
+    _ErrorKind(
         ("57014", 1317, 1969, 3024, "SQLITE_INTERRUPT"),
         "it was cancelled, or took too long: try again",
         True,
     ),
-    _Kind(("SQLITE_BUSY", "SQLITE_LOCKED"), "another process holds the lock: try again", True),
-    _Kind(("SQLITE_IOERR", "58"), "check the disk", True),
-    _Kind(("SQLITE_NOTADB", "SQLITE_CORRUPT"), "restore the file from a backup"),
-    _Kind(
+    _ErrorKind(("SQLITE_BUSY", "SQLITE_LOCKED"), "another process holds the lock: try again", True),
+    _ErrorKind(("SQLITE_IOERR", "58"), "check the disk", True),
+    _ErrorKind(("SQLITE_NOTADB", "SQLITE_CORRUPT"), "restore the file from a backup"),
+    _ErrorKind(
         (
             "40003",  # it is not known whether the statement was executed (CockroachDB)
             1180,  # error during COMMIT: the other nodes may or may not have the changes
@@ -117,21 +117,21 @@ _KINDS = (
         True,
         Disconnected,
     ),
-    _Kind(
+    _ErrorKind(
         (1047,),  # the node is not connected to the majority of a Galera cluster, or still joining
         "this node of the cluster is not ready: wait until it has joined the others, or connect to "
         "another node",
         True,
         Disconnected,
     ),
-    _Kind((1153,), "raise max_allowed_packet of the database server"),
-    _Kind(
+    _ErrorKind((1153,), "raise max_allowed_packet of the database server"),
+    _ErrorKind(
         ("08", "57P", 1053, 1927, 2002, 2003, 2005, 2006, 2013, 2055),
         _UNREACHABLE,
         True,
         Disconnected,
     ),
-    _Kind(
+    _ErrorKind(
         (
             "40",  # serialization failure, deadlock
             "55P03",  # lock not available, after NOWAIT or `lock_timeout`
@@ -144,15 +144,15 @@ _KINDS = (
         True,
         Conflict,
     ),
-    _Kind(
+    _ErrorKind(
         ("23505", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", 1062),
         "try again",
         True,
         UniqueViolation,
     ),
 )
-_LOST = _Kind((), _UNREACHABLE, retryable=True)
-_OTHER = _Kind((), "look for this error in the log of the database")
+_LOST = _ErrorKind((), _UNREACHABLE, retryable=True)
+_OTHER = _ErrorKind((), "look for this error in the log of the database")
 
 
 def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
@@ -227,7 +227,7 @@ def _codes(driver: Any) -> set[object]:
     return codes - {None, ""}
 
 
-def _kind_of(codes: set[object]) -> _Kind:
+def _kind_of(codes: set[object]) -> _ErrorKind:
     texts = [code for code in codes if isinstance(code, str)]
     for kind in _KINDS:
         starts = tuple(start for start in kind.codes if isinstance(start, str))
@@ -236,7 +236,7 @@ def _kind_of(codes: set[object]) -> _Kind:
     return _OTHER
 
 
-def _database_error(driver: Any, codes: set[object], kind: _Kind) -> DatabaseError:
+def _database_error(driver: Any, codes: set[object], kind: _ErrorKind) -> DatabaseError:
     code = min(map(str, codes), default=None)
     facts = [code, _text(driver) if kind.codes else _connecting(driver)]
     named = ", ".join(fact for fact in facts if fact) or type(driver).__name__
