@@ -17,10 +17,10 @@ backup, is authentic but has other links.
 """
 
 import os
+import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from struct import Struct, error
 from typing import Literal, Never, Protocol
 
 from adk_secure_sessions.errors import (
@@ -36,13 +36,13 @@ from adk_secure_sessions.hiding import hides_locals
 MAGIC = b"AKS"
 VERSION = 2
 _PREFIX = MAGIC + bytes([VERSION])
-_HEADER = Struct(">4sBq")  # magic and version, backend id, key id
+_HEADER = struct.Struct(">4sBq")  # magic and version, backend id, key id
 HEADER_LENGTH = _HEADER.size
 NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain plaintext
 BACKEND_NAMES = {1: "aesgcm", 2: "fernet", NOOP_BACKEND_ID: "noop"}  # of this package, by id
-_LENGTH = Struct(">I")
+_LENGTH = struct.Struct(">I")
 # The second half of a context, by the number of integers: their length in bytes, then the integers.
-_INTEGERS = [Struct(f">I{count}q") for count in range(8)]
+_INTEGERS = [struct.Struct(f">I{count}q") for count in range(8)]
 
 
 # --- flags: compression and padding --------------------------------------------------------------
@@ -60,7 +60,7 @@ MAX_CONTENT = 256 * 2**20 + 64 * 2**10
 COMPRESSED_FROM = 1024  # bytes; a shorter content hardly becomes smaller
 # Level 6 saves only 6 % more of a typical tool result, in 1.6 times the CPU time.
 _ZLIB_LEVEL = 3
-_PADDED_START = Struct(">BI")  # the flags, and the length of what follows before the zeros
+_PADDED_START = struct.Struct(">BI")  # the flags, and the length of what follows before the zeros
 
 
 @hides_locals
@@ -254,7 +254,7 @@ def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
     count = len(numbers)
     try:
         return prefix + _INTEGERS[count].pack(8 * count, *numbers)
-    except error:  # a modified row may hold any type: see `storage.schema`
+    except struct.error:  # a modified row may hold any type: see `storage.schema`
         detail = "an integer column holds a value of another type"
         raise TamperedError(detail, Reason.MALFORMED) from None
 
@@ -351,7 +351,7 @@ EVENT_PREVIOUS = slice(1 + LINK_LENGTH, 1 + 2 * LINK_LENGTH)
 EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
 
 # The ids of data keys in the plaintext of an owner, by their number: the number, then the ids.
-_KEY_IDS = [Struct(f">B{count}q") for count in range(256)]
+_KEY_IDS = [struct.Struct(f">B{count}q") for count in range(256)]
 
 
 def new_link() -> bytes:
@@ -383,7 +383,7 @@ def split_owner(data: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
     try:
         layout = _KEY_IDS[data[LINK_LENGTH]]
         _, *key_ids = layout.unpack_from(data, LINK_LENGTH)
-    except (IndexError, error):
+    except (IndexError, struct.error):
         raise _malformed_error() from None
     return data[:LINK_LENGTH], tuple(key_ids), data[LINK_LENGTH + layout.size :]
 
