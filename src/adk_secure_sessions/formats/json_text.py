@@ -60,7 +60,7 @@ def is_within_limits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     """
     if len(data) <= MAX_DIGITS and not _may_exceed(data, levels):
         return True
-    return len(data) <= MAX_BYTES and data.startswith(b"{") and _nests(data, levels)
+    return len(data) <= MAX_BYTES and data.startswith(b"{") and _has_at_most_levels(data, levels)
 
 
 def within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
@@ -68,7 +68,7 @@ def within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
 
     For invalid JSON, the result is undefined.
     """
-    return not _may_exceed(data, levels) or _nests(data, levels)
+    return not _may_exceed(data, levels) or _has_at_most_levels(data, levels)
 
 
 def _may_exceed(data: bytes, levels: int) -> bool:
@@ -80,7 +80,7 @@ def _may_exceed(data: bytes, levels: int) -> bool:
     return len(data) - len(without) > levels
 
 
-def _nests(data: bytes, levels: int) -> bool:
+def _has_at_most_levels(data: bytes, levels: int) -> bool:
     # If the deepest list or object may be empty, give it an element: the parser then counts it.
     return _parses(data, levels - 1) or (
         _parses(data, levels) and _parses(_EMPTY.sub(b"[0]", data), levels)
