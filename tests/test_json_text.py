@@ -351,7 +351,7 @@ def test_json_values_are_the_same_or_not(
 
 
 def test_canonical_json_has_sorted_keys_and_no_spaces() -> None:
-    assert json_text.canonical({"b": 1, "a": [1.5, "ä"]}) == b'{"a":[1.5,"\\u00e4"],"b":1}'
+    assert json_text.canonical_json({"b": 1, "a": [1.5, "ä"]}) == b'{"a":[1.5,"\\u00e4"],"b":1}'
 
 
 # --- values of the application -------------------------------------------------------------------

@@ -17,7 +17,12 @@ from pydantic import BaseModel
 
 from adk_secure_sessions import DecryptionError, Reason
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.json_text import canonical, dump_state, encode_state, load_state
+from adk_secure_sessions.formats.json_text import (
+    canonical_json,
+    dump_state,
+    encode_state,
+    load_state,
+)
 
 TEXTS = st.text(st.characters(codec=None), max_size=10)  # lone surrogates among them
 VALUES = st.recursive(
@@ -195,7 +200,7 @@ def test_writing_and_reading_do_not_depend_on_the_depth_of_the_stack(name: str) 
     data = at_depth(frames, lambda: encode_state(state))
     assert data == encode_state(state)
     assert at_depth(frames, lambda: load_state(data)) == state
-    assert at_depth(frames, lambda: canonical(state)) == canonical(state)
+    assert at_depth(frames, lambda: canonical_json(state)) == canonical_json(state)
 
 
 # --- malformed -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.caches import Lru
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.json_text import canonical, load_state
+from adk_secure_sessions.formats.json_text import canonical_json, load_state
 from adk_secure_sessions.keys import passphrase
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import (
@@ -312,7 +312,7 @@ def test_tags_of_an_indexed_value_are_those_in_the_vector(case: Json) -> None:
     key = bytes.fromhex(KEYS["index_master"])
     master, names = IndexMaster(key), (case["app_name"], case["key"])
     value = load_state(b'{"value":' + case["json"].encode() + b"}")["value"]
-    text = canonical(value)
+    text = canonical_json(value)
     assert text.decode() == format_reader.canonical(value) == case["canonical"]
     key_tag, value_tag = master.state_key_tag(*names), master.state_value_tag(*names, text)
     assert (key_tag.hex(), value_tag.hex()) == (case["key_tag"], case["value_tag"])

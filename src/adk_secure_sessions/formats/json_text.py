@@ -276,7 +276,7 @@ def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bo
     return True
 
 
-def canonical(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """Return *value* as JSON with sorted keys, in ASCII: the same values have the same JSON."""
     dumps = partial(json.dumps, sort_keys=True, separators=(",", ":"))
     data: bytes = _with_stack(dumps, value).encode("ascii")

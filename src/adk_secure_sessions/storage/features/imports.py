@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Change, Conflict, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
-from adk_secure_sessions.formats.json_text import canonical, load_state
+from adk_secure_sessions.formats.json_text import canonical_json, load_state
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
@@ -115,7 +115,7 @@ class ImportMacs(NamedTuple):
 
     def state_mac(self, tag: bytes, state: bytes) -> bytes:
         """Return the value of the column `source` for the *state* of a user or an app."""
-        return self.source_mac(tag, canonical(load_state(state)))
+        return self.source_mac(tag, canonical_json(load_state(state)))
 
     def build_row(self, tag: bytes, row_id: int, number: int, source: bytes) -> MigratedRow:
         parts = (self.keyring.database_id, tag, source)

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats.json_text import (
     TEMP_PREFIX,
     USER_PREFIX,
     JsonObject,
-    canonical,
+    canonical_json,
 )
 from adk_secure_sessions.formats.records import encode_text
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -175,7 +175,7 @@ def entries(
         for name, value in state.items():
             key = prefix + name
             if (tag := master.state_key_tag(app_name, key)) in keys:
-                value_tags[tag] = master.state_value_tag(app_name, key, canonical(value))
+                value_tags[tag] = master.state_value_tag(app_name, key, canonical_json(value))
     return value_tags
 
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
-from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical, load_state
+from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical_json, load_state
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
@@ -110,7 +110,7 @@ class FindPage(ListPage):
         self._of_users = key.startswith(USER_PREFIX)
         self.found_by: sql.FoundBy | None = "user" if self._of_users else "session"
         self._name = key.removeprefix(USER_PREFIX)
-        self._value = canonical(value)
+        self._value = canonical_json(value)
         app_name, master = identity.app_name, keyring.index_master
         self._tags = {
             "key_tag": master.state_key_tag(app_name, key),
@@ -139,7 +139,7 @@ class FindPage(ListPage):
         try:
             for state in map(load_state, states):
                 if self._name in state:
-                    return canonical(state[self._name]) == self._value
+                    return canonical_json(state[self._name]) == self._value
         except DecryptionError:
             return True
         return False
