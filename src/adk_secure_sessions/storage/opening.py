@@ -82,8 +82,8 @@ async def open_database(
                 features = features_with_mac(index_master.index_master(), database_id)
                 new_meta = {**meta_rows, meta.FEATURES: features}
             new_rows = [row for row, _ in masters]
-            place = executors.key_tables
-            if await _create_missing(place, table_set, key_survey, new_meta, new_rows):
+            executor = executors.key_tables
+            if await _create_missing(executor, table_set, key_survey, new_meta, new_rows):
                 for row in new_rows:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
