@@ -74,7 +74,7 @@ MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session
 _NO_LIMIT = 2**40  # no app has as many sessions
 _NO_SESSION = SessionRevision(-1, -1)
 
-STALE = (
+STALE_TEXT = (
     "The session has been modified in storage since it was loaded. "
     "Please reload the session before appending more events."
 )
@@ -677,7 +677,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         except writes.MissingSession:
             raise SessionNotFoundError("Session not found.") from None
         except writes.StaleRevision:
-            raise StaleSessionError(STALE) from None
+            raise StaleSessionError(STALE_TEXT) from None
 
     async def _revision_of_unmarked(self, session: Session, identity: Identity) -> SessionRevision:
         """Return the row id and the revision of the stored session; *session* has no marker with
@@ -693,7 +693,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         # marker.  If the object was read without events, compare the time of the last update.
         same_time = not known and stored.row.updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
-            raise StaleSessionError(STALE)
+            raise StaleSessionError(STALE_TEXT)
         return stored.id_and_revision
 
     async def flush(self) -> None:
@@ -742,7 +742,7 @@ async def append_event_to_latest(
         try:
             # A call that was cancelled may have stored the event, and added it to *session*.
             if any(one.id == event.id for one in session.events):
-                raise StaleSessionError(STALE)
+                raise StaleSessionError(STALE_TEXT)
             await service.append_event(session, event)
             return session
         except (StaleSessionError, SecureSessionError) as error:

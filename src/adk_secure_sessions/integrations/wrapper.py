@@ -49,7 +49,7 @@ from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.service import (
-    STALE,
+    STALE_TEXT,
     StaleSessionError,
     check_ids,
     recording,
@@ -356,7 +356,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         ends = [[event.id for event in one.events[-1:]] for one in (session, stored)]
         same_time = not session.events and stored.last_update_time == session.last_update_time
         if ends[0] != ends[1] and not same_time:
-            raise StaleSessionError(STALE)
+            raise StaleSessionError(STALE_TEXT)
         return stored
 
     async def flush(self) -> None:

@@ -21,7 +21,7 @@ from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.survey import (
     KNOWN_FEATURES,
-    MISPLACED,
+    MISPLACED_TEXTS,
     NO_FEATURES,
     SEPARATION_FORM,
     FeatureName,
@@ -30,7 +30,7 @@ from adk_secure_sessions.storage.survey import (
     take_survey,
 )
 
-REPLACED = (
+REPLACED_TEXT = (
     "the database was replaced by another one, or another run of `separate` has changed its id: "
     "restart the service, or run the command again"
 )
@@ -84,7 +84,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     """
     survey = take_survey(connection)
     if survey.table_set is TableSet.DATA:
-        raise ConfigurationError(MISPLACED[TableSet.ALL, TableSet.DATA])
+        raise ConfigurationError(MISPLACED_TEXTS[TableSet.ALL, TableSet.DATA])
     survey.reject_unfinished(FeatureName.SEPARATING, FeatureName.MOVING)
     _check_list(survey, keyring)
     if feature in survey.features:
@@ -98,7 +98,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
 
 def _check_list(survey: Survey, keyring: Keyring) -> None:
     if survey.meta_rows.get(meta.DATABASE_ID) != keyring.database_id.hex():
-        raise ConfigurationError(REPLACED)
+        raise ConfigurationError(REPLACED_TEXT)
     listed = survey.feature_list
     expected = keyring.index_master.mac("features", keyring.database_id, listed["names"])
     if not hmac.compare_digest(expected.hex(), listed["mac"]):

@@ -26,7 +26,7 @@ from adk_secure_sessions.keys.keyring import (
     open_keyring,
 )
 from adk_secure_sessions.storage import meta, schema
-from adk_secure_sessions.storage.feature_list import REPLACED, features_with_mac, load_features
+from adk_secure_sessions.storage.feature_list import REPLACED_TEXT, features_with_mac, load_features
 from adk_secure_sessions.storage.features.index_rows import MAX_MARKS, read_marks
 from adk_secure_sessions.storage.schema import FORMAT_VERSION, metadata, state_index
 from adk_secure_sessions.storage.schema import keyring as keyring_table
@@ -140,7 +140,7 @@ async def open_surveyed(
 ) -> Keyring:
     """Unwrap the keyring of *survey*, and authenticate the features; see `open_keyring`."""
     if known is not None and known.database_id != survey.existing_id:
-        raise ConfigurationError(REPLACED)
+        raise ConfigurationError(REPLACED_TEXT)
     keyring = await open_keyring(
         survey.master_rows,
         backends.roots,

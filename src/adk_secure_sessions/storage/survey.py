@@ -381,7 +381,7 @@ def require_usable(survey: Survey, table_set: TableSet, create_tables: bool) -> 
 _KEY_DB = "key_db_url (--key-db or --from-key-db)"
 _NO_KEY_DATABASE = f"{_KEY_DB} names a database of sessions: pass a key database, or an empty one"
 _ALL, _DATA, _KEYS = TableSet
-MISPLACED = {
+MISPLACED_TEXTS = {
     (_ALL, _DATA): f"this database has its keys in a key database: pass that as {_KEY_DB}",
     (_ALL, _KEYS): (
         f"this is a key database: pass it as {_KEY_DB}, and also pass the database of the data"
@@ -405,7 +405,7 @@ def _check_table_set(survey: Survey, table_set: TableSet) -> None:
     if survey.table_set is not table_set:
         if meta.FEATURES in survey.meta_rows:
             survey.reject_unfinished(FeatureName.MOVING)
-        raise ConfigurationError(MISPLACED[table_set, survey.table_set])
+        raise ConfigurationError(MISPLACED_TEXTS[table_set, survey.table_set])
 
 
 def require_same_database(data: Survey, key_survey: Survey) -> None:
