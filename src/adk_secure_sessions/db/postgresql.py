@@ -8,7 +8,7 @@ may run each transaction on another connection to the server.  On that connectio
 statement may be missing, or another client may have prepared a statement with the same name.
 Therefore, the name of a statement is a hash of its text, so that statements with the same name are
 the same.  If a statement is missing, the server rejects the request without executing anything.
-After the first such rejection, the executor gives names to no more statements: `_Pooler` tells how
+After the first such rejection, the executor gives names to no more statements: `_PoolerDetection` tells how
 they run then.
 """
 
@@ -93,7 +93,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         timeout: float = 0,
     ) -> None:
         super().__init__(engine, owns_engine=owns_engine, read_timeout=read_timeout)
-        self._pooler = _Pooler()
+        self._pooler = _PoolerDetection()
         if owns_engine:
             sa.event.listen(engine.sync_engine, "do_connect", self._pooler.set_options)
         self._max_idle = max_idle
@@ -282,7 +282,7 @@ async def _close(driver: Any) -> None:
         pass  # asyncpg has aborted the connection
 
 
-class _Pooler:
+class _PoolerDetection:
     """Records whether there is a pooler in transaction mode between this process and the server.
 
     If there is one, each operation is one transaction of four round trips instead of one, and its
@@ -323,7 +323,7 @@ class _StatementRunner:
 
     _driver: Any
     _prepared: dict[str, Any]
-    _pooler: _Pooler
+    _pooler: _PoolerDetection
     _timeout: float | None
     _in_transaction: bool = False
     has_timed_out: bool = False  # True once a statement has been interrupted
