@@ -8,8 +8,8 @@ may run each transaction on another connection to the server.  On that connectio
 statement may be missing, or another client may have prepared a statement with the same name.
 Therefore, the name of a statement is a hash of its text, so that statements with the same name are
 the same.  If a statement is missing, the server rejects the request without executing anything.
-After the first such rejection, the executor gives names to no more statements: `_PoolerDetection` tells how
-they run then.
+After the first such rejection, the executor gives names to no more statements: `_PoolerDetection`
+tells how they run then.
 """
 
 import asyncio
