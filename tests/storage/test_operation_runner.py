@@ -142,7 +142,7 @@ async def waited_for(retries: Retries, error: Conflict | UniqueViolation | Disco
     """How often it pauses before it gives up."""
     for number in range(1000):
         try:
-            await retries.wait(error)
+            await retries.pause_or_raise(error)
         except Exception:
             return number
     raise AssertionError("it never gives up")
@@ -163,9 +163,9 @@ async def test_write_that_lost_its_connection_is_repeated_after_ever_longer_paus
 
 async def test_connection_that_stays_lost_ends_in_the_databases_error(pauses: list[float]) -> None:
     retries = Retries(writes=False)
-    await retries.wait(LOST)
+    await retries.pause_or_raise(LOST)
     with pytest.raises(DatabaseError, match="the database's error") as raised:
-        await retries.wait(LOST)
+        await retries.pause_or_raise(LOST)
     assert raised.value is LOST.error
 
 
@@ -182,9 +182,9 @@ async def test_attempts_are_repeated_39_times_after_longer_and_longer_random_pau
 
 async def test_endless_conflicts_end_in_an_error_that_may_be_retried(pauses: list[float]) -> None:
     retries = Retries(writes=True)
-    await asyncio.gather(*(retries.wait(Conflict()) for _ in range(39)))
+    await asyncio.gather(*(retries.pause_or_raise(Conflict()) for _ in range(39)))
     with pytest.raises(SecureSessionError, match="try again") as raised:
-        await retries.wait(Conflict())
+        await retries.pause_or_raise(Conflict())
     assert raised.value.retryable
 
 

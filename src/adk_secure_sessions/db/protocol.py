@@ -240,7 +240,7 @@ class Retries:
         """Whether the next attempt of a write should lock the rows that it changes."""
         return self._conflicts >= _CONFLICTS_WITHOUT_LOCK
 
-    async def wait(self, error: UniqueViolation | Conflict | Disconnected) -> None:
+    async def pause_or_raise(self, error: UniqueViolation | Conflict | Disconnected) -> None:
         """Pause before the next attempt; raise an error for the caller if no attempt is left."""
         if isinstance(error, Disconnected):
             pause = next(self._pauses, None)
@@ -272,7 +272,7 @@ async def retried(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> 
         try:
             return await work()
         except (UniqueViolation, Conflict, Disconnected) as error:
-            await retries.wait(error)
+            await retries.pause_or_raise(error)
 
 
 class RetryingExecutor(NamedTuple):

@@ -356,7 +356,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                                 memory.apply(item, adk_version)
                         _cache_memory(cache, address, memory)
                 except (writes.StaleRevision, writes.MissingSession):
-                    await retries.wait(Conflict())
+                    await retries.pause_or_raise(Conflict())
                     continue
                 if planned.is_last:
                     return

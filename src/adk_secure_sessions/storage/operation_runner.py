@@ -426,7 +426,7 @@ class OperationRunner:
                 retries = retries or Retries(
                     writes=operation.writes, max_conflicts=operation.max_conflicts
                 )
-                await retries.wait(error)
+                await retries.pause_or_raise(error)
 
     async def _get_missing_keys(
         self, error: Exception, attempt: Attempt, database_keys: DatabaseKeys
