@@ -293,7 +293,7 @@ def test_value_without_json_form_is_logged_once_without_the_serializer_of_events
 def test_temporary_keys_move_from_the_event_to_the_state() -> None:
     event = made(actions=EventActions(state_delta={"temp:a": 1, "b": 2, "user:c": 3}))
     state = {"old": 0}
-    events.prepare(event, state)
+    events.set_id_and_move_temp(event, state)
     assert state == {"old": 0, "temp:a": 1}
     assert event.actions.state_delta == {"b": 2, "user:c": 3}
 
@@ -301,7 +301,7 @@ def test_temporary_keys_move_from_the_event_to_the_state() -> None:
 def test_event_without_temporary_keys_is_left_alone() -> None:
     event = made(id="given", actions=EventActions(state_delta={"b": 2}))
     delta, state = event.actions.state_delta, dict[str, Any]()
-    events.prepare(event, state)
+    events.set_id_and_move_temp(event, state)
     assert event.actions.state_delta is delta
     assert (delta, state, event.id) == ({"b": 2}, {}, "given")
 
@@ -309,7 +309,7 @@ def test_event_without_temporary_keys_is_left_alone() -> None:
 def test_event_without_an_id_gets_one() -> None:
     event = made()
     event.id = ""
-    events.prepare(event, {})
+    events.set_id_and_move_temp(event, {})
     assert event.id
     assert roundtrip(event).id == event.id
 

@@ -636,7 +636,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """
         if event.partial:
             return event
-        events.prepare(event, session.state)
+        events.set_id_and_move_temp(event, session.state)
         ids = (session.app_name, session.user_id, session.id)
         check_ids(*ids)
 

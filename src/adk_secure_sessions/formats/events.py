@@ -56,7 +56,7 @@ def microseconds(timestamp: float) -> int:
     return int(seconds) * 1_000_000 + round(fraction * 1_000_000)
 
 
-def prepare(event: Event, state: JsonObject) -> None:
+def set_id_and_move_temp(event: Event, state: JsonObject) -> None:
     """Prepare *event* for `encode`: move the `temp:` keys of its state delta to *state*.
 
     An event without an id gets one: otherwise, google-adk would give it a new id at each read.

@@ -313,7 +313,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         """
         if event.partial:
             return event
-        events.prepare(event, session.state)
+        events.set_id_and_move_temp(event, session.state)
         ids = _ids_of(session)
         check_ids(*ids)
         # Parallel agents may append to the same session object: make them take turns.

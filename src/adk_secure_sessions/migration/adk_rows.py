@@ -165,7 +165,7 @@ def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> Enc
 def convert_event(event: Event) -> EncodedEvent:
     """Convert *event*, which gets an id and loses its `temp:` keys, as google-adk stores it."""
     time = microseconds(event.timestamp)
-    events.prepare(event, {})
+    events.set_id_and_move_temp(event, {})
     return EncodedEvent(events.encode(event, replaces=False), time)
 
 
