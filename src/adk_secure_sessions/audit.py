@@ -266,11 +266,11 @@ def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
 IdFacts = Callable[[str, str, str], dict[str, object]]
 
 # The inner service whose calls are not recorded now, because the outer method that calls it writes
-# the record (`Recording.inner_service`).
+# the record (`AccessAuditing.inner_service`).
 _covered_service: ContextVar[object] = ContextVar("audit_covered", default=None)
 
 
-class Recording(NamedTuple):
+class AccessAuditing(NamedTuple):
     """How a service records accesses.
 
     `id_facts` is None if it records none.  Without `trail`, accesses are only logged.  If the
@@ -289,7 +289,7 @@ def audited_access(
     """Decorate a method of a service: measure each call, and write an audit record of it.
 
     *action* is the event in the audit record, for example `session.read`.  The attribute
-    `_recording` of the service is its `Recording`.  If the service records no accesses, only
+    `_auditing` of the service is its `AccessAuditing`.  If the service records no accesses, only
     rejected values are recorded.
     """
 
@@ -299,7 +299,7 @@ def audited_access(
 
         # Gets the arguments of the call in two objects, since each `**` copies them.
         async def call_audited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-            id_facts, trail, _ = args[0]._recording
+            id_facts, trail, _ = args[0]._auditing
             if id_facts is not None and trail is None and not is_on():
                 warn_once(_IS_OFF)
                 id_facts = None
@@ -319,7 +319,7 @@ def audited_access(
 
         def start(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             service: Any = args[0]
-            if (inner := service._recording.inner_service) is not None:  # this is the outer call
+            if (inner := service._auditing.inner_service) is not None:  # this is the outer call
                 return run_covering(inner, partial(call_audited, args, kwargs))
             if _covered_service.get() is service:  # the inner call, which covers no call of its own
                 call = partial(method, *args, **kwargs)

@@ -16,7 +16,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, AuditedCall, Recording, audited_access, record_rejected
+from adk_secure_sessions.audit import Audit, AuditedCall, audited_access, record_rejected
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.caches import Caches
@@ -39,7 +39,7 @@ from adk_secure_sessions.listings import (
     position_text,
 )
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.features.audit_trail import AuditTrail
+from adk_secure_sessions.storage.features.audit_trail import access_auditing
 from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.expiry import Expiry
 from adk_secure_sessions.storage.features.search_index import SearchIndex
@@ -182,9 +182,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
-        is_stored = audit is not None and audit.table
-        trail = AuditTrail(runner) if is_stored else None
-        self._recording = recording(runner, audit, trail)
+        self._auditing = access_auditing(runner, audit)
 
     @property
     def backend(self) -> EncryptionBackend:
@@ -213,7 +211,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             KeyServiceError: The key provider failed.
             ConfigurationError: The database cannot be used; it was left unchanged.
         """
-        await AuditedCall(self._recording.trail).run(self._runner.keyring)
+        await AuditedCall(self._auditing.trail).run(self._runner.keyring)
 
     @audited_access("session.create")
     async def create_session(
@@ -701,8 +699,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     async def close(self) -> None:
         """Close the connections and discard all keys; the next call opens the database again."""
-        if self._recording.trail is not None:
-            self._recording.trail.close()
+        if self._auditing.trail is not None:
+            self._auditing.trail.close()
         await self._runner.close()
 
 
@@ -819,26 +817,6 @@ def check_ids(
             raise ValueError(f"{name} has a lone surrogate (half of a UTF-16 pair)")
         if len(value.encode()) > MAX_ID_BYTES:
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
-
-
-def recording(runner: OperationRunner, audit: Audit | None, trail: AuditTrail | None) -> Recording:
-    """Return how accesses are recorded: with ids in the form of *audit*, or not if it is None."""
-    if audit is None:
-        return Recording(None, None)
-    is_blind = audit.ids == "blind"
-
-    def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
-        user, session, keyring = user_id or None, session_id or None, runner.keyring_if_open
-        if is_blind:
-            if keyring is None:
-                return {"app": app_name}
-            tag_of = keyring.index_master.tag_of
-            user = user and tag_of(app_name, user_id).hex()
-            session = session and tag_of(app_name, user_id, session_id).hex()
-        database = None if keyring is None else keyring.database_id.hex()
-        return {"database": database, "app": app_name, "user": user, "session": session}
-
-    return Recording(ids, trail)
 
 
 def _marker(stored: StoredSession) -> str:

@@ -169,7 +169,7 @@ async def test_record_of_another_copy_is_reported(victim: Victim, tmp_path: Path
     async with service:
         await service.get_session(**IDS)
         before = victim.rows()
-        trail = service._recording.trail
+        trail = service._auditing.trail
         assert isinstance(trail, AuditTrail)
         (chain,) = trail._free
         head = chain.head

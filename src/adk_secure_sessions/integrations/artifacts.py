@@ -100,7 +100,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
             ConfigurationError: The store cannot be used as given.
         """
         self._collections = session_service.collections
-        self._recording = session_service._recording
+        self._auditing = session_service._auditing
         self._store = as_store(store)
         self._store.prepare(create=True)
 
@@ -297,7 +297,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         if not 0 <= start <= (size if stop is None else stop) <= size:
             raise ValueError(f"bytes {start} to {stop} are not within {size} bytes")
         content = self._store.blobs(stored.blob.prefix).read(stored.blob, start, stop)
-        pieces = _recording_rejections(content, self._recording.trail)
+        pieces = _recording_rejections(content, self._auditing.trail)
         return ArtifactStream(stored, pieces, size)
 
     # --- rows and blobs --------------------------------------------------------------------------

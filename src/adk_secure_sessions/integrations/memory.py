@@ -136,7 +136,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 f"it one, not a {type(session_service).__name__}"
             )
         self._collections = session_service.collections
-        self._recording = session_service._recording
+        self._auditing = session_service._auditing
         self._cache_entries = cache_entries
         self._ranker = ranker
         self._reads = LoopLocks()

@@ -113,7 +113,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service
-        self._recording = service._recording._replace(inner_service=service)
+        self._auditing = service._auditing._replace(inner_service=service)
         self._runner = runner = service._runner
         self._imports = Imports(runner, service._search_index)
         self._source = source

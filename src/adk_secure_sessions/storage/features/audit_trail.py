@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from sqlalchemy import insert
 
 from adk_secure_sessions import audit
-from adk_secure_sessions.audit import AuditEntry
+from adk_secure_sessions.audit import AccessAuditing, Audit, AuditEntry
 from adk_secure_sessions.concurrency import call_later
 from adk_secure_sessions.db.protocol import (
     Apply,
@@ -278,6 +278,26 @@ class AuditTrail(HoldsSecrets):
             call_later(_HEAD_SECONDS, self.log_heads)
         elif due is not None and now >= due:  # the event loop of the timer has ended
             self.log_heads()
+
+
+def access_auditing(runner: OperationRunner, options: Audit | None) -> AccessAuditing:
+    """Return how a service records accesses: as *options* say, or not if it is None."""
+    if options is None:
+        return AccessAuditing(None, None)
+    is_blind = options.ids == "blind"
+
+    def ids(app_name: str, user_id: str, session_id: str) -> dict[str, object]:
+        user, session, keyring = user_id or None, session_id or None, runner.keyring_if_open
+        if is_blind:
+            if keyring is None:
+                return {"app": app_name}
+            tag_of = keyring.index_master.tag_of
+            user = user and tag_of(app_name, user_id).hex()
+            session = session and tag_of(app_name, user_id, session_id).hex()
+        database = None if keyring is None else keyring.database_id.hex()
+        return {"database": database, "app": app_name, "user": user, "session": session}
+
+    return AccessAuditing(ids, AuditTrail(runner) if options.table else None)
 
 
 def _log_head(chain: _Chain) -> None:
