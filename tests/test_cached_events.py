@@ -24,9 +24,9 @@ from google.genai import types
 from adk_secure_sessions import AesGcmBackend, Caches, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.formats.event_parser import same
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.maintenance import Database, rotate_data
 from adk_secure_sessions.storage.features.imports import Imports
-from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.attacks.needles import locals_of
 from tests.faults import Point, with_faults
 

@@ -14,9 +14,10 @@ from adk_secure_sessions import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.events import encode
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.maintenance import Database, erase_user, verify
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
-from adk_secure_sessions.storage.writes import DeleteSession, EncodedEvent
+from adk_secure_sessions.storage.writes import DeleteSession
 from tests.maintenance.support import APP, OLD, event
 from tests.sqlite_files import execute, value
 

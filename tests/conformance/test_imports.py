@@ -16,6 +16,7 @@ from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSessionService
 from adk_secure_sessions.formats import events, json_text
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
@@ -29,7 +30,6 @@ from adk_secure_sessions.storage.feature_list import create_table_of
 from adk_secure_sessions.storage.features.imports import Imports, ImportStatus
 from adk_secure_sessions.storage.schema import migrated
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.conformance.services import KEY, Kind
 from tests.conformance.support import APP, START, USER, create, delete, each_kind, event
 from tests.faults import Point, lost, with_faults

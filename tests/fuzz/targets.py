@@ -39,6 +39,7 @@ from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     NO_FLAGS,
     Cipher,
+    EncodedEvent,
     build_header,
     join_id,
     join_owner,
@@ -62,7 +63,6 @@ from adk_secure_sessions.keys.specs import key_provider
 from adk_secure_sessions.migration import export
 from adk_secure_sessions.migration.sources import SessionContent
 from adk_secure_sessions.storage.reads import GetSession
-from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.blob_pieces import decrypt_pieces, encrypted
 from tests.storage.support import DATABASE_ID, WHO, RawRow, Stored, data_keys, key_rows
 

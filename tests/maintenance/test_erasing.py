@@ -19,6 +19,7 @@ from adk_secure_sessions import (
     SecureSessionError,
 )
 from adk_secure_sessions.formats.events import encode
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.maintenance import (
     Database,
     Erasure,
@@ -29,7 +30,6 @@ from adk_secure_sessions.maintenance import (
     status,
     verify,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.dying import Statements, dying
 from tests.maintenance.support import APP, OLD, all_rows, assert_whole, event, fill, query, run_sql

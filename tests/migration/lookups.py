@@ -17,6 +17,7 @@ from google.genai import types
 
 from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats.json_text import JsonObject, encode_state
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ListedSession,
@@ -25,7 +26,6 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 APP = "clinic"
 START = 1_700_000_000

@@ -17,6 +17,7 @@ from google.genai import types
 from adk_secure_sessions.formats import events as stored_events
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.migration.sources import (
     ListedSession,
     Selection,
@@ -27,7 +28,6 @@ from adk_secure_sessions.migration.sources import (
     encoded_state,
     try_convert,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 APP = "clinic"
 START = 1_700_000_000

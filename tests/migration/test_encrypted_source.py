@@ -17,6 +17,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import decode, encode_item
 from adk_secure_sessions.formats.json_text import load_state
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.maintenance import Database
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource
@@ -26,7 +27,6 @@ from adk_secure_sessions.migration.sources import (
     SessionContent,
     Unreadable,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 from tests.faults import Point, with_faults
 from tests.maintenance.support import APP, NEW, OLD, event, fill, plaintext_backend, query, run_sql
 from tests.migration.support import ALL, contents, states

@@ -21,7 +21,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Never, Protocol
+from typing import Literal, NamedTuple, Never, Protocol
 
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -352,6 +352,13 @@ EVENT_REST = slice(1 + 2 * LINK_LENGTH, None)  # google-adk's version, and JSON
 
 # The ids of data keys in the plaintext of an owner, by their number: the number, then the ids.
 _KEY_IDS = [struct.Struct(f">B{count}q") for count in range(256)]
+
+
+class EncodedEvent(NamedTuple):
+    """An event, as `events.encode` returns it, or an item of a collection."""
+
+    plaintext: bytes
+    time: int  # microseconds since 1970, UTC
 
 
 def new_link() -> bytes:

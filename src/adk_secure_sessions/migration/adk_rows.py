@@ -19,11 +19,11 @@ from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.formats.times import of_datetime
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import SEE_LIMITS, ConversionError, encoded_state
 from adk_secure_sessions.service import check_ids
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 Row = Sequence[Any]
 

@@ -18,7 +18,7 @@ from sqlalchemy.dialects.mysql import CHAR
 from adk_secure_sessions.crypto.package_1x import is_envelope
 from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.formats.records import is_unicode
+from adk_secure_sessions.formats.records import EncodedEvent, is_unicode
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.migration import adk_rows
 from adk_secure_sessions.migration.adk_rows import Row
@@ -35,7 +35,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
     try_convert,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 # The numbers of rows of a page: of sessions without their states, of sessions with them, of states.
 PAGE, LOOKUP_PAGE, STATE_PAGE = 5000, 500, 500

@@ -29,6 +29,7 @@ from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import sessions_time_zone
@@ -47,7 +48,6 @@ from adk_secure_sessions.migration.sources import (
     ListedSession,
     SessionContent,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 MISSING = "the target does not have it"
 _MICROSECOND = timedelta(microseconds=1)

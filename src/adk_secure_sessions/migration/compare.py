@@ -7,6 +7,7 @@ from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
@@ -29,7 +30,6 @@ from adk_secure_sessions.migration.sources import (
 )
 from adk_secure_sessions.results import Result, counter, listing
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 _READS_AT_ONCE = 4  # the maximum number of sessions of the target that are read at the same time
 

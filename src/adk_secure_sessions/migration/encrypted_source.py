@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.concurrency import in_groups
 from adk_secure_sessions.errors import DecryptionError, Reason
 from adk_secure_sessions.formats.json_text import dump_state, load_state, read_event
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.counts import clamped, select_count
@@ -44,7 +45,6 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.storage.table_walk import grouped, rows_where
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.

@@ -16,6 +16,7 @@ from adk_secure_sessions.crypto.package_1x import Package1xKeys, parse_envelope
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import Row, convert_event_json, convert_state, to_text
 from adk_secure_sessions.migration.adk_sql import (
@@ -32,7 +33,6 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
     try_convert,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second

@@ -11,6 +11,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.json_text import JsonObject
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import convert_event, require_valid_ids
 from adk_secure_sessions.migration.sources import (
@@ -25,7 +26,6 @@ from adk_secure_sessions.migration.sources import (
     encoded_state,
     try_convert,
 )
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
 _BATCH = 32  # the number of sessions in one batch, if their contents are not read

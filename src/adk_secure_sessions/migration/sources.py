@@ -6,9 +6,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.formats.json_text import JsonObject, encode_state
+from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.storage.writes import EncodedEvent
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ from adk_secure_sessions.audit import running_access
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Read, Steps, UniqueViolation
 from adk_secure_sessions.errors import Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, JsonObject, dump_state, load_state
-from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
+from adk_secure_sessions.formats.records import NO_LINK, EncodedEvent, encode_text, new_link
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.features import index_rows
@@ -76,13 +76,6 @@ class MissingSession(Exception):
 
 class StaleRevision(Exception):
     """The stored session does not have the row id and the revision that the caller expects."""
-
-
-class EncodedEvent(NamedTuple):
-    """The plaintext of an event, as `events.encode` returns it, or of an item."""
-
-    plaintext: bytes
-    time: int  # microseconds since 1970, UTC
 
 
 class NewEvent(NamedTuple):

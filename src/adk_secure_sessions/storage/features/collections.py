@@ -8,6 +8,7 @@ from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
     LINK_LENGTH,
+    EncodedEvent,
     context_with_prefix,
     encode_text,
     new_link,
@@ -33,7 +34,6 @@ from adk_secure_sessions.storage.writes import (
     CreateSession,
     DeleteSession,
     DuplicateSession,
-    EncodedEvent,
     MissingSession,
     NewEvent,
     NewSession,

@@ -19,7 +19,7 @@ from adk_secure_sessions.db.dialects import dialect_of
 from adk_secure_sessions.db.protocol import Change, Conflict, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError, WrongKeyError
 from adk_secure_sessions.formats.json_text import canonical_json, load_state
-from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
+from adk_secure_sessions.formats.records import NO_LINK, EncodedEvent, encode_text, new_link
 from adk_secure_sessions.keys.blind_index import TAG_LENGTH
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import meta, sealed_rows
@@ -54,7 +54,6 @@ from adk_secure_sessions.storage.table_walk import rows_where
 from adk_secure_sessions.storage.writes import (
     CachedOwners,
     Changes,
-    EncodedEvent,
     NewSession,
     OwnerChanges,
     Write,
