@@ -195,7 +195,7 @@ def split_at_current(rows: Iterable[DataKeyRow], named_ids: Container[int | None
 async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
     """Return the data keys of *owners*, by tag; without a readable row, the newest is current."""
     keys: dict[bytes, list[DataKeyRow]] = {}
-    for row in (await db.runner.read_data_keys(owners)).data_keys:
+    for row in (await db.runner.read_data_keys_with_retries(owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
     key_id_of: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows

@@ -206,7 +206,7 @@ async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
 ) -> _DividedKeys:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
-    rows = (await db.runner.read_data_keys([owner_tag])).data_keys
+    rows = (await db.runner.read_data_keys_with_retries([owner_tag])).data_keys
     try:
         ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:

@@ -300,7 +300,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         lost = [row for row in rows if row.owner not in stored_tags and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has
         # then also deleted the data keys.  So report only data keys that still exist.
-        stored_keys = await db.runner.read_data_keys([row.owner for row in lost])
+        stored_keys = await db.runner.read_data_keys_with_retries([row.owner for row in lost])
         stored_ids = {key.id for key in stored_keys.data_keys}
         for row in lost:
             if row.id in stored_ids or not isinstance(row.owner, bytes):

@@ -455,7 +455,7 @@ class OperationRunner:
             return False
         return True
 
-    async def read_data_keys(self, owner_tags: Iterable[object]) -> sql.QueryRows:
+    async def read_data_keys_with_retries(self, owner_tags: Iterable[object]) -> sql.QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
         return await read_data_keys(self.keys.read, owner_tags)
 
@@ -468,7 +468,7 @@ class OperationRunner:
         rereads = 0
         while True:
             old = database_keys.keyring
-            rows = await self.read_data_keys(owner_tags)
+            rows = await self.read_data_keys_with_retries(owner_tags)
             keys = TransactionKeys(
                 database_keys,
                 keyring_was_reread=rereads > 0,
