@@ -228,7 +228,7 @@ class OtherThirdParty(ThirdParty):
 @pytest.mark.parametrize("backend_id", [THIRD_PARTY_IDS[0], THIRD_PARTY_IDS[-1]])
 def test_third_party_backend_is_accepted(backend_id: int) -> None:
     backend = ThirdParty(backend_id)
-    assert check_backends(backend, []).writing is backend
+    assert check_backends(backend, []).writing_backend is backend
 
 
 class Marked(ChaCha):
@@ -253,7 +253,7 @@ def test_cipher_whose_values_begin_or_end_in_the_same_bytes_is_accepted(
     start: bytes, end: bytes
 ) -> None:
     backend = ThirdParty(cipher=type("MarkedSo", (Marked,), {"start": start, "end": end}))
-    assert check_backends(backend, []).writing is backend
+    assert check_backends(backend, []).writing_backend is backend
 
 
 @pytest.mark.parametrize("key_id", ["none", "key:0123456789abcdef", "", "a\nb"])
@@ -275,7 +275,7 @@ def test_root_key_with_a_reserved_or_malformed_id_is_rejected(key_id: str) -> No
 def test_first_backend_writes_and_all_may_be_read() -> None:
     first, second, third = AesGcmBackend(KEY), FernetBackend(generate_key()), ThirdParty()
     backends = check_backends(first, [second, third])
-    assert backends.writing is first
+    assert backends.writing_backend is first
     assert backends.by_id == {1: first, 2: second, 0x80: third}
     assert backends.roots.keys() == {first.root_key.key_id, second.root_key.key_id}
 
@@ -293,7 +293,7 @@ def test_subclass_of_a_shipped_backend_may_not_choose_another_reserved_id() -> N
     with pytest.raises(ConfigurationError, match="0x80 to 0xff"):
         check_backends(Renumbered(KEY), [])
     Renumbered.backend_id = AesGcmBackend.backend_id
-    assert type(check_backends(Renumbered(KEY), []).writing) is Renumbered
+    assert type(check_backends(Renumbered(KEY), []).writing_backend) is Renumbered
 
 
 @pytest.mark.parametrize("others", [[OtherThirdParty()], [AesGcmBackend(KEY), OtherThirdParty()]])

@@ -187,7 +187,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     @property
     def backend(self) -> EncryptionBackend:
         """The backend that encrypts all new records."""
-        return self._runner.backends.writing
+        return self._runner.backends.writing_backend
 
     @property
     def stores_plaintext(self) -> bool:

@@ -178,7 +178,7 @@ def backends(*, fernet: bool = False) -> Backends:
 def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> DatabaseKeys:
     """A process's data keys: none yet."""
     listed = backends(fernet=fernet)
-    return DatabaseKeys(ring or keyring(), listed.by_id, listed.writing, Lru(100))
+    return DatabaseKeys(ring or keyring(), listed.by_id, listed.writing_backend, Lru(100))
 
 
 def fingerprints(ring: Keyring | None = None) -> list[MasterFingerprint]:

@@ -26,14 +26,14 @@ _SHIPPED = (AesGcmBackend, FernetBackend, NoOpBackend)
 class Backends(NamedTuple):
     """The checked backends of one service, and the providers of their root keys by id."""
 
-    writing: EncryptionBackend  # encrypts all new records
+    writing_backend: EncryptionBackend  # encrypts all new records
     by_id: dict[int, EncryptionBackend]
     roots: dict[str, KeyProvider]
 
     @property
     def stores_plaintext(self) -> bool:
-        """Whether new records are stored as plaintext, because `writing` is a `NoOpBackend`."""
-        return isinstance(self.writing, NoOpBackend)
+        """Whether `writing_backend` is a `NoOpBackend`, which stores new records as plaintext."""
+        return isinstance(self.writing_backend, NoOpBackend)
 
 
 def check_backends(backend: object, additional: Sequence[object]) -> Backends:

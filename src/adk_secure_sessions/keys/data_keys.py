@@ -132,7 +132,7 @@ class DatabaseKeys(HoldsSecrets):
 
     keyring: Keyring  # another object when the keyring is read again
     backends: Mapping[int, EncryptionBackend]
-    writing: EncryptionBackend
+    writing_backend: EncryptionBackend
     by_owner: Lru[bytes, OwnerKeys]
 
     def knows(self, *owner_tags: bytes) -> bool:
@@ -261,7 +261,7 @@ class TransactionKeys:
         `created_at`, in microseconds since 1970.  A rotation passes the time of its start, because
         the clock of this process may be behind the clock that measured the start.
         """
-        keyring, writer = self.keyring, self._database_keys.writing
+        keyring, writer = self.keyring, self._database_keys.writing_backend
         master_id = keyring.wrapping_master_id
         assert master_id is not None, "opening the database creates a data master"
         keys = self._by_owner.get(owner_tag) or OwnerKeys({}, None, -1)
@@ -440,7 +440,7 @@ class TransactionKeys:
         return keys
 
     def _is_usable(self, key: DataKey) -> bool:
-        writer, keyring = self._database_keys.writing, self.keyring
+        writer, keyring = self._database_keys.writing_backend, self.keyring
         return key.backend_id == writer.backend_id and key.master_id in keyring.usable_master_ids
 
     def _unwrap_row(self, row: DataKeyRow) -> DataKey | None:

@@ -104,7 +104,7 @@ async def check(db: Database) -> Check:
     assert keyring is not None, "keys are created before data"
     return Check(
         str(data.format_version),
-        backends.writing.root_key.key_id,
+        backends.writing_backend.root_key.key_id,
         len(keys.master_rows),
         keyring.wrapping_master_id,
         db.runner.executors.has_key_database,

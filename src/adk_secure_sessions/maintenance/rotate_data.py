@@ -353,7 +353,7 @@ class DataRotationRun(RotationRun[DataRotation]):
     async def _count_left(self) -> int:
         if self._dry_run:
             return 0
-        writing_backend_id = self._db.runner.backends.writing.backend_id
+        writing_backend_id = self._db.runner.backends.writing_backend.backend_id
         left_in: Counter[str] = Counter()
         keyring = await self._db.keyring()
         counts, _ = await count_records(self._db, self._meter, self.result.since, keyring)

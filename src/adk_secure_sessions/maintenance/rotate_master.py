@@ -96,7 +96,7 @@ async def rotate_master(
 
 class _MasterRotationRun(RotationRun[MasterRotation]):
     async def _check_and_count_rows(self) -> int:
-        if self._db.runner.backends.writing.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
+        if self._db.runner.backends.writing_backend.root_key.key_id == PLAINTEXT_ROOT_KEY_ID:
             raise ConfigurationError("NoOpBackend has no root key to wrap a master with")
         await self._db.keyring()
         return await estimate_rows(self._db, data_keys)
@@ -108,7 +108,7 @@ class _MasterRotationRun(RotationRun[MasterRotation]):
         the rotation began.  After each attempt to add a data master, search again: another process
         may have added one first.
         """
-        root = self._db.runner.backends.writing.root_key
+        root = self._db.runner.backends.writing_backend.root_key
         created: MasterKeyRow | None = None
         while True:
             survey = await self._db.survey_existing()

@@ -56,7 +56,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
         SecureSessionError: Another process has changed the keyring since it was read.
         ConfigurationError: `backend` has no root key.
     """
-    root = db.runner.backends.writing.root_key
+    root = db.runner.backends.writing_backend.root_key
     if root.key_id == PLAINTEXT_ROOT_KEY_ID:
         raise ConfigurationError("NoOpBackend has no root key to rotate to: give another backend")
     add_facts(root_key=root.key_id)

@@ -62,7 +62,7 @@ async def open_database(
         survey = await survey_existing(executors, known)
         survey.reject_unfinished(FeatureName.SEPARATING)
         return await open_surveyed(executors, survey, backends, known, is_service=True)
-    root = backends.writing.root_key
+    root = backends.writing_backend.root_key
     meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
@@ -144,7 +144,7 @@ async def open_surveyed(
     keyring = await open_keyring(
         survey.master_rows,
         backends.roots,
-        backends.writing.root_key.key_id,
+        backends.writing_backend.root_key.key_id,
         survey.existing_id,
         known,
         is_service=is_service,

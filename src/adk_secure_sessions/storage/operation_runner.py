@@ -551,7 +551,7 @@ class OperationRunner:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         backends, sizes = self.backends, self.cache_sizes
         return _OpenState(
-            DatabaseKeys(keyring, backends.by_id, backends.writing, Lru(sizes.data_keys)),
+            DatabaseKeys(keyring, backends.by_id, backends.writing_backend, Lru(sizes.data_keys)),
             RowCache(sizes.sessions, sizes.events),
             Lru(sizes.sessions),
             {},
