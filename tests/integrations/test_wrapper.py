@@ -242,7 +242,7 @@ async def test_retire_and_separate_are_rejected(open_wrapper: Open, key_url: str
         for command in (retire, separate):
             with pytest.raises(ConfigurationError, match="EncryptedSessionWrapper uses"):
                 await command(db)
-        assert (await db.survey_existing()).meta_rows["features"].startswith("wrapper ")
+        assert (await db.survey_existing()).meta_texts["features"].startswith("wrapper ")
 
 
 async def test_other_backend_can_take_over(open_wrapper: Open) -> None:

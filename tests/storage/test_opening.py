@@ -283,7 +283,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
 
     with engine.connect() as connection:
         found = take_survey(connection)
-    assert (found.meta_rows, found.master_rows) == (MARKS, [MASTER])
+    assert (found.meta_texts, found.master_rows) == (MARKS, [MASTER])
 
 
 # --- making --------------------------------------------------------------------------------------
@@ -387,5 +387,5 @@ async def test_key_database_that_was_made_meanwhile_is_not_taken_for_anothers() 
     """Another process made both after the first look at the data, which is looked at again."""
     data, keys = FakeExecutor(NEW, OF_DATA), FakeExecutor(OF_KEYS)
     found = await survey_existing(Executors(data, keys))
-    assert found.meta_rows == OF_DATA.meta_rows | {"features": FEATURES}
+    assert found.meta_texts == OF_DATA.meta_texts | {"features": FEATURES}
     assert (len(data.defined), len(keys.defined)) == (2, 1)

@@ -171,7 +171,7 @@ class _Move:
             state = await self._survey_and_check()
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
-                await side.run_sync(partial(self._take_over, survey.meta_rows))
+                await side.run_sync(partial(self._take_over, survey.meta_texts))
         if not state.is_switched:
             await self._park_and_copy(state)
             await self._db.runner.data.run_sync(self._switch)
@@ -186,7 +186,7 @@ class _Move:
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.features_text(target.features - {FeatureName.MOVING})
         await self._target.run_sync(
-            partial(self._release_target, target.meta_rows[meta.FEATURES], features)
+            partial(self._release_target, target.meta_texts[meta.FEATURES], features)
         )
         return KeyMove(self._to, *target_keys[:2], has_begun, not obstacles, tuple(obstacles))
 
@@ -258,12 +258,12 @@ class _Move:
         await self._source.run_sync(partial(self._park_source, source, moving))
         empty_caches()
         names = (meta.FORMAT, meta.DATABASE_ID, meta.PLAINTEXT, meta.MIGRATION_MARK)
-        meta_rows = {name: source.meta_rows[name] for name in names if name in source.meta_rows}
-        meta_rows |= {meta.FEATURES: moving, meta.MOVE: self._run_id}
+        meta_texts = {name: source.meta_texts[name] for name in names if name in source.meta_texts}
+        meta_texts |= {meta.FEATURES: moving, meta.MOVE: self._run_id}
         if self._to_key_db:
-            meta_rows[meta.HOLDS] = "keys"
+            meta_texts[meta.HOLDS] = "keys"
         masters = [_unparked(row) for row in source.master_rows]
-        await self._target.run_sync(partial(self._create_target, state.target, meta_rows, masters))
+        await self._target.run_sync(partial(self._create_target, state.target, meta_texts, masters))
         meter = Meter(self._progress, total)
         async for rows in pages(self._source.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow):
             await self._target.run_sync(partial(self._insert_data_keys, rows))
@@ -303,7 +303,7 @@ class _Move:
         if meta.read(connection, meta.FEATURES) == moving:
             return
         stored_rows = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS)}
-        features, is_same = source.meta_rows[meta.FEATURES], stored_rows == set(source.master_rows)
+        features, is_same = source.meta_texts[meta.FEATURES], stored_rows == set(source.master_rows)
         if not (is_same and meta.swap(connection, meta.FEATURES, features, moving)):
             raise SecureSessionError(_CHANGED, retryable=True)
         connection.execute(sa.update(keyring).values(id=-1 - keyring.c.id))
@@ -311,7 +311,7 @@ class _Move:
     def _create_target(
         self,
         expected: Survey,
-        meta_rows: dict[str, str],
+        meta_texts: dict[str, str],
         masters: list[MasterKeyRow],
         connection: sa.Connection,
     ) -> None:
@@ -320,14 +320,14 @@ class _Move:
         with dialect_of(connection).exclusively(connection):
             is_new = expected.format_version is None
             survey = take_survey(connection)
-            if is_new and survey.has_rows and survey.meta_rows.get(meta.MOVE) != self._run_id:
+            if is_new and survey.has_rows and survey.meta_texts.get(meta.MOVE) != self._run_id:
                 raise SecureSessionError(_CHANGED, retryable=True)
             metadata.create_all(connection, tables=TableSet.KEYS.tables)
             if not is_new:
                 self._require_own_run(connection)
             for table in (data_keys, keyring):
                 connection.execute(sa.delete(table))
-            for name, value in meta_rows.items():
+            for name, value in meta_texts.items():
                 meta.put(connection, name, value)
             connection.execute(sa.insert(keyring), [row._asdict() for row in masters])
 

@@ -210,7 +210,7 @@ class RotationRun(ABC, Generic[R]):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            texts = {} if restart else (await self._db.survey_existing()).meta_rows
+            texts = {} if restart else (await self._db.survey_existing()).meta_texts
             own = {name: text for name, text in texts.items() if name == self._checkpoint}
             index_master = (await self._db.keyring()).index_master
             for rotation in parse_checkpoints(own, index_master):
@@ -328,10 +328,10 @@ _NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_
 
 
 def parse_checkpoints(
-    meta_rows: Mapping[str, str], index_master: IndexMaster | None
+    meta_texts: Mapping[str, str], index_master: IndexMaster | None
 ) -> Iterator[UnfinishedRotation]:
-    """Yield the rotations with a checkpoint in *meta_rows*; *index_master* authenticates them."""
-    for name, value in sorted(meta_rows.items(), key=str):
+    """Yield the rotations with a checkpoint in *meta_texts*; *index_master* authenticates them."""
+    for name, value in sorted(meta_texts.items(), key=str):
         if str(name).startswith(meta.ROTATION):
             rotation = str(name).removeprefix(meta.ROTATION)
             match = _CHECKPOINT.fullmatch(str(value)) if rotation in _NAMES else None

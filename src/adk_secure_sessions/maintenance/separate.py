@@ -148,9 +148,9 @@ async def _replace_keys(
     db: Database, keyring: Keyring, separation: SeparationState, options: dict[str, Any]
 ) -> bool:
     """Replace all old keys, so that `retire` can delete them; return whether that succeeded."""
-    meta_rows = (await db.survey_existing()).meta_rows
+    meta_texts = (await db.survey_existing()).meta_texts
     needs_new_master = (
-        f"{meta.ROTATION}master" in meta_rows
+        f"{meta.ROTATION}master" in meta_texts
         or not keyring.data_masters.keys() - separation.master_ids
     )
     if needs_new_master and not (await rotate_master(db, **options)).succeeded:
@@ -159,7 +159,7 @@ async def _replace_keys(
     meter = Meter(rate=options["rows_per_second"])
     counts, _ = await count_records(db, meter, separation.since)
     has_old_records = any(count.under_current < count.rows for count in counts)
-    is_done = not has_old_records and f"{meta.ROTATION}data" not in meta_rows
+    is_done = not has_old_records and f"{meta.ROTATION}data" not in meta_texts
     return is_done or (await rotate_data(db, **options)).succeeded
 
 
@@ -184,8 +184,8 @@ async def _begin_separation(db: Database) -> None:
     roots = db.runner.backends.roots
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await gather_all(*(rewrap(row) for row in survey.master_rows))
-    meta_rows = separation_rows(separation, keyring.index_master, new_id, survey.features)
-    if not await db.runner.keys.run_sync(partial(_store_separation, survey, wrapped, meta_rows)):
+    meta_texts = separation_rows(separation, keyring.index_master, new_id, survey.features)
+    if not await db.runner.keys.run_sync(partial(_store_separation, survey, wrapped, meta_texts)):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
         await db.runner.data.run_sync(partial(_store_new_id, old_id.hex(), new_id.hex()))
@@ -199,7 +199,7 @@ async def _complete_new_id(db: Database) -> None:
     db.require_files()
     data, survey = await db.survey_unchecked()
     old_id = survey.separated_from
-    if old_id is None or old_id != data.meta_rows.get(meta.DATABASE_ID):
+    if old_id is None or old_id != data.meta_texts.get(meta.DATABASE_ID):
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
     await db.open_surveyed(survey)
@@ -227,9 +227,9 @@ async def _drop_rows_of_original(db: Database) -> None:
 
 
 def _store_separation(
-    expected: Survey, new: list[MasterKeyRow], meta_rows: dict[str, str], connection: sa.Connection
+    expected: Survey, new: list[MasterKeyRow], meta_texts: dict[str, str], connection: sa.Connection
 ) -> bool:
-    """Store the keyring *new* and *meta_rows* in `secure_meta`, and delete all checkpoints.
+    """Store the keyring *new* and *meta_texts* in `secure_meta`, and delete all checkpoints.
 
     Return False if the keyring, the id or the features differ from *expected*: a service may have
     added a feature.
@@ -239,12 +239,12 @@ def _store_separation(
     names = (meta.DATABASE_ID, meta.FEATURES)
     stored_texts = {name: meta.read(connection, name, lock=True) for name in names}
     # An earlier attempt may have been committed, although its connection was lost.
-    if stored_texts[meta.DATABASE_ID] == meta_rows[meta.DATABASE_ID]:
+    if stored_texts[meta.DATABASE_ID] == meta_texts[meta.DATABASE_ID]:
         return True
-    is_unchanged = stored_texts.items() <= expected.meta_rows.items()
+    is_unchanged = stored_texts.items() <= expected.meta_texts.items()
     if not (is_unchanged and store_master_keys(expected, new, connection)):
         return False
-    for name, value in meta_rows.items():
+    for name, value in meta_texts.items():
         meta.put(connection, name, value)
     meta.remove_checkpoints(connection)
     return True
@@ -267,7 +267,7 @@ async def _end_separation(db: Database, keyring: Keyring) -> None:
     value = features_with_mac(keyring.index_master, keyring.database_id, features)
 
     def end(connection: sa.Connection) -> bool:
-        if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):
+        if not meta.swap(connection, meta.FEATURES, survey.meta_texts[meta.FEATURES], value):
             return False
         meta.put(connection, meta.SEPARATION, None)
         meta.put(connection, meta.MIGRATION_MARK, None)

@@ -284,7 +284,7 @@ async def _migration_status(db: Database, survey: Survey) -> MigrationStatus | N
         return None
     ((sessions,),) = await db.runner.data.read(_COPIED, {})
     ((tombstones,),) = await db.runner.data.read(_TOMBSTONES, {})
-    is_complete = meta.MIGRATION_MARK in survey.meta_rows
+    is_complete = meta.MIGRATION_MARK in survey.meta_texts
     is_authentic = None
     if is_complete and await _index_master(db) is not None:
         try:
@@ -319,9 +319,9 @@ async def _trail_status(db: Database, survey: Survey) -> TrailStatus | None:
 async def unfinished_rotations(db: Database) -> tuple[UnfinishedRotation, ...]:
     """Return the rotations that are running, were killed, or could not replace every key."""
     survey = await db.survey_existing()
-    has_checkpoint = any(parse_checkpoints(survey.meta_rows, None))
+    has_checkpoint = any(parse_checkpoints(survey.meta_texts, None))
     index_master = await _index_master(db) if has_checkpoint else None
-    return tuple(parse_checkpoints(survey.meta_rows, index_master))
+    return tuple(parse_checkpoints(survey.meta_texts, index_master))
 
 
 def _with_progress(

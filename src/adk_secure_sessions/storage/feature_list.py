@@ -53,7 +53,7 @@ def load_features(survey: Survey, keyring: Keyring) -> None:
     keyring.has_audit_table = audit_records.name in survey.tables
     if FeatureName.SEPARATING not in survey.features:
         return
-    match = SEPARATION_FORM.fullmatch(str(survey.meta_rows.get(meta.SEPARATION)))
+    match = SEPARATION_FORM.fullmatch(str(survey.meta_texts.get(meta.SEPARATION)))
     if match is None or not hmac.compare_digest(
         keyring.index_master.mac("separation", keyring.database_id, match["text"]).hex(),
         match["mac"],
@@ -92,12 +92,12 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     value = features_with_mac(
         keyring.index_master, keyring.database_id, survey.features | {feature}
     )
-    if not meta.swap(connection, meta.FEATURES, survey.meta_rows[meta.FEATURES], value):
+    if not meta.swap(connection, meta.FEATURES, survey.meta_texts[meta.FEATURES], value):
         raise Conflict  # another process has changed the features since `take_survey` read them
 
 
 def _check_list(survey: Survey, keyring: Keyring) -> None:
-    if survey.meta_rows.get(meta.DATABASE_ID) != keyring.database_id.hex():
+    if survey.meta_texts.get(meta.DATABASE_ID) != keyring.database_id.hex():
         raise ConfigurationError(REPLACED_TEXT)
     listed = survey.feature_list
     expected = keyring.index_master.mac("features", keyring.database_id, listed["names"])

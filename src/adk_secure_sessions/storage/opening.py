@@ -63,7 +63,7 @@ async def open_database(
         survey.reject_unfinished(FeatureName.SEPARATING)
         return await open_surveyed(executors, survey, backends, known, is_service=True)
     root = backends.writing_backend.root_key
-    meta_rows = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
+    meta_texts = {meta.PLAINTEXT: "1"} if backends.stores_plaintext else {}
     for _ in range(_ATTEMPTS):  # survey again after each step
         data, key_survey, keyring = await open_for_service(executors, backends, create_tables)
         database_id = key_survey.database_id or secrets.token_bytes(16)
@@ -71,24 +71,24 @@ async def open_database(
         purposes = [INDEX_MASTER, DATA_MASTER]
         if keyring is not None:
             purposes = [DATA_MASTER] if keyring.wrapping_master_id is None else []
-        meta_rows |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
+        meta_texts |= {meta.FORMAT: str(FORMAT_VERSION), meta.DATABASE_ID: database_id.hex()}
         table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
-        if keyring is None or purposes or not meta_rows.keys() <= key_survey.meta_rows.keys():
+        if keyring is None or purposes or not meta_texts.keys() <= key_survey.meta_texts.keys():
             new = (new_master(one, root, database_id, now) for one in purposes)
             masters = await gather_all(*new)
-            new_meta = meta_rows
+            new_meta = meta_texts
             if keyring is None:
                 (_, index_master), _ = masters
                 features = features_with_mac(index_master.index_master(), database_id)
-                new_meta = {**meta_rows, meta.FEATURES: features}
+                new_meta = {**meta_texts, meta.FEATURES: features}
             new_rows = [row for row, _ in masters]
             executor = executors.key_tables
             if await _create_missing(executor, table_set, key_survey, new_meta, new_rows):
                 for row in new_rows:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
-        elif executors.has_key_database and not meta_rows.keys() <= data.meta_rows.keys():
-            await _create_missing(executors.data, TableSet.DATA, data, meta_rows, [])
+        elif executors.has_key_database and not meta_texts.keys() <= data.meta_texts.keys():
+            await _create_missing(executors.data, TableSet.DATA, data, meta_texts, [])
         else:
             _warn(data, backends.stores_plaintext)
             return keyring
@@ -173,12 +173,12 @@ async def _create_missing(
     executor: Executor,
     table_set: TableSet,
     expected: Survey,
-    meta_rows: dict[str, str],
+    meta_texts: dict[str, str],
     masters: list[MasterKeyRow],
 ) -> bool:
     """Create missing tables and rows; return False if the database has changed from *expected*."""
     if table_set.value is not None:
-        meta_rows = {**meta_rows, meta.HOLDS: table_set.value}
+        meta_texts = {**meta_texts, meta.HOLDS: table_set.value}
 
     def create(connection: sa.Connection) -> bool:
         with dialect_of(connection).exclusively(connection):
@@ -195,8 +195,8 @@ async def _create_missing(
             # Insert the rows: `meta.put` would replace those of another process.  Where
             # `exclusively` holds no lock, the other process may have created the database after
             # `take_survey`.
-            if new := meta_rows.keys() - expected.meta_rows.keys():
-                rows = [{"name": name, "value": meta_rows[name]} for name in new]
+            if new := meta_texts.keys() - expected.meta_texts.keys():
+                rows = [{"name": name, "value": meta_texts[name]} for name in new]
                 connection.execute(sa.insert(schema.meta_table), rows)
             if masters:
                 connection.execute(sa.insert(keyring_table), [row._asdict() for row in masters])

@@ -109,28 +109,28 @@ class Survey(NamedTuple):
     conflicting_tables: tuple[str, ...]
     has_adk_tables: bool
     is_used: bool
-    meta_rows: dict[str, str]
+    meta_texts: dict[str, str]
     master_rows: list[MasterKeyRow]
     master_row_count: int = 0
 
     @property
     def table_set(self) -> TableSet | None:
         """The part that the database has; None if row `holds` has an unknown value."""
-        holds = self.meta_rows.get(meta.HOLDS)
+        holds = self.meta_texts.get(meta.HOLDS)
         return next((one for one in TableSet if one.value == holds), None)
 
     @property
     def format_version(self) -> str | None:
         """The stored format version; None if the database is new."""
-        return self.meta_rows.get(meta.FORMAT)
+        return self.meta_texts.get(meta.FORMAT)
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.meta_rows or self.master_rows or self.is_used)
+        return bool(self.meta_texts or self.master_rows or self.is_used)
 
     @property
     def has_plaintext_records(self) -> bool:
-        return meta.PLAINTEXT in self.meta_rows
+        return meta.PLAINTEXT in self.meta_texts
 
     @property
     def existing_id(self) -> bytes:
@@ -141,7 +141,7 @@ class Survey(NamedTuple):
     @property
     def database_id(self) -> bytes | None:
         """The random id of the database; None if it is new; ConfigurationError if malformed."""
-        text = self.meta_rows.get(meta.DATABASE_ID)
+        text = self.meta_texts.get(meta.DATABASE_ID)
         if text is None:
             return None
         if not isinstance(text, str) or not _ID.fullmatch(text):
@@ -151,7 +151,7 @@ class Survey(NamedTuple):
     @property
     def feature_list(self) -> re.Match[str]:
         """The stored list of features, in the groups `names` and `mac`; or ConfigurationError."""
-        match = _FEATURES_FORM.fullmatch(str(self.meta_rows.get(meta.FEATURES)))
+        match = _FEATURES_FORM.fullmatch(str(self.meta_texts.get(meta.FEATURES)))
         if match is None:
             raise ConfigurationError(
                 "the row `features` of secure_meta is missing or malformed: restore that table "
@@ -167,7 +167,7 @@ class Survey(NamedTuple):
     @property
     def separated_from(self) -> str | None:
         """The id of the original, in hexadecimal, if `separate` has not ended."""
-        match = SEPARATION_FORM.fullmatch(str(self.meta_rows.get(meta.SEPARATION)))
+        match = SEPARATION_FORM.fullmatch(str(self.meta_texts.get(meta.SEPARATION)))
         return None if match is None else match["old"]
 
     def reject_new(self) -> None:
@@ -195,7 +195,7 @@ def take_survey(connection: sa.Connection, known_ids: Collection[int] = ()) -> S
     """
     survey = _survey_once(connection, known_ids)
     missing = (survey.table_set or TableSet.ALL).missing(survey)
-    is_whole = not missing if survey.meta_rows else not survey.has_rows
+    is_whole = not missing if survey.meta_texts else not survey.has_rows
     # Each query sees what was committed before it.  If another process created the database
     # meanwhile, `_survey_once` has seen only a part of the tables or of the rows.
     return survey if is_whole else _survey_once(connection, known_ids)
@@ -290,8 +290,8 @@ async def survey_databases(
         key_survey = await survey_database(executors.key_tables, known_ids, is_key_database=True)
     else:
         data = key_survey = await survey_database(executors.data, known_ids)
-    ids_differ = data.meta_rows.get(meta.DATABASE_ID) != key_survey.meta_rows.get(meta.DATABASE_ID)
-    if ids_differ or _missing_feature_tables(data, key_survey):
+    ids = [one.meta_texts.get(meta.DATABASE_ID) for one in (data, key_survey)]
+    if ids[0] != ids[1] or _missing_feature_tables(data, key_survey):
         # After this survey of the data database, another process may have created it, `separate`
         # may have replaced the ids in both databases, or a process may have created a table and
         # then added its feature.
@@ -311,11 +311,11 @@ async def survey_databases(
 def with_key_survey(data: Survey, key_survey: Survey) -> Survey:
     """Return the survey of the data database with the keyring and the features of *key_survey*."""
     names = (meta.DATABASE_ID, meta.FEATURES, meta.SEPARATION, meta.MIGRATION_MARK)
-    shared = {name: key_survey.meta_rows[name] for name in names if name in key_survey.meta_rows}
+    shared = {name: key_survey.meta_texts[name] for name in names if name in key_survey.meta_texts}
     return data._replace(
         master_rows=key_survey.master_rows,
         master_row_count=key_survey.master_row_count,
-        meta_rows=data.meta_rows | shared,
+        meta_texts=data.meta_texts | shared,
     )
 
 
@@ -403,7 +403,7 @@ def _check_table_set(survey: Survey, table_set: TableSet) -> None:
             "does not know: install the release that wrote it, or restore that table from a backup"
         )
     if survey.table_set is not table_set:
-        if meta.FEATURES in survey.meta_rows:
+        if meta.FEATURES in survey.meta_texts:
             survey.reject_unfinished(FeatureName.MOVING)
         raise ConfigurationError(MISPLACED_TEXTS[table_set, survey.table_set])
 
@@ -421,7 +421,7 @@ def require_same_database(data: Survey, key_survey: Survey) -> None:
             "check the key database's URL, or restore it from a backup; without it the data is lost"
         )
     if data.database_id is not None and data.database_id != key_survey.database_id:
-        if key_survey.separated_from == data.meta_rows[meta.DATABASE_ID]:
+        if key_survey.separated_from == data.meta_texts[meta.DATABASE_ID]:
             # `separate` stopped before it stored the new id in *data*.
             key_survey.reject_unfinished(FeatureName.SEPARATING)
         raise ConfigurationError(
