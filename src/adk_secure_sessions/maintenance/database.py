@@ -189,8 +189,7 @@ class Database(HoldsSecrets, ClosedByWith):
             table = sessions if has_table(connection, sessions) else None
             return describe(connection, table, "updated_at", ~IS_COLLECTION)
 
-        data = self.runner.executors.data
-        description = await retried(lambda: data.run_sync(work, commit=False))
+        description = await self.runner.data.run_sync(work, commit=False)
         # The time is not authenticated: a modified time may have another type.
         is_time = isinstance(description.updated_at, int)
         return description if is_time else description._replace(updated_at=None)
