@@ -164,7 +164,9 @@ class FileArtifacts(ArtifactSource):
 
     def __init__(self, root_dir: str | os.PathLike[str]) -> None:
         self._root = Path(root_dir).expanduser().resolve()
-        self.description = Description(None, str(self._root), 0, None, "directory", "artifact")
+        self.description: Description = Description(
+            None, str(self._root), 0, None, "directory", "artifact"
+        )
         if (self._root / "users").exists():
             raise ConfigurationError(
                 "an older google-adk has stored artifacts in the source, whose directory 'users' "
@@ -294,7 +296,9 @@ class GcsArtifacts(ArtifactSource):
 
     def __init__(self, bucket_name: str, client: Any = None) -> None:
         server, self._bucket_name = "Google Cloud Storage", bucket_name
-        self.description = Description(server, bucket_name, 0, None, "bucket", "artifact")
+        self.description: Description = Description(
+            server, bucket_name, 0, None, "bucket", "artifact"
+        )
         self._client = _new_client() if client is None else client
 
     def _walk(self) -> Iterator[SourceArtifact]:
