@@ -167,8 +167,10 @@ class Report:
         figure = self._figures[name]
         if figure.goal is None:
             return figure.text
-        goal = quantity(figure.goal, unit=figure.unit)
-        return f"{figure.text} ({goal}{'' if figure.is_met else ', **missed**'})"
+        text, goal = figure.text, quantity(figure.goal, unit=figure.unit)
+        if not figure.is_met and text == goal:
+            text = f"{figure.value:.4g}{figure.unit}"  # a digit more, which shows the difference
+        return f"{text} ({goal}{'' if figure.is_met else ', **missed**'})"
 
     def rates(self, database: str) -> str:
         """Return the table of operations per second for each number of concurrent conversations."""
