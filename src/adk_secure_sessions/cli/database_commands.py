@@ -16,11 +16,11 @@ from adk_secure_sessions.cli.lazy_packages import (
 )
 from adk_secure_sessions.cli.options import POSITIVE_NUMBER, on_database, with_speed, with_store
 from adk_secure_sessions.cli.output import (
+    end_command,
     print_lines,
     print_result,
     private_file,
     progress,
-    report_and_exit,
 )
 from adk_secure_sessions.cli.program import Failure, main, one_line_errors, run, runner_for
 from adk_secure_sessions.keys.providers import StaticKey, generate_key
@@ -195,7 +195,7 @@ def verify(
         if store is not None:
             result.blobs = runner.run(blob_maintenance.check_blobs(db, store))
             print_lines(result.blobs)
-    report_and_exit(result)
+    end_command(result)
 
 
 @main.command()

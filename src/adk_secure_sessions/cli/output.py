@@ -47,9 +47,9 @@ def option_value(option: str) -> Any:
 
 
 def print_result(result: Result, *, err: bool = False) -> None:
-    """Print the result of a command, and end the command; see `report_and_exit`."""
+    """Print the result of a command, and end the command; see `end_command`."""
     print_lines(result, err=err)
-    report_and_exit(result, err=err)
+    end_command(result, err=err)
 
 
 def print_lines(result: Result, *, err: bool = False) -> None:
@@ -62,7 +62,7 @@ def print_lines(result: Result, *, err: bool = False) -> None:
             click.echo(escape_controls(line), err=err)
 
 
-def report_and_exit(result: Result, *, err: bool = False) -> None:
+def end_command(result: Result, *, err: bool = False) -> None:
     """Print *result* as JSON with --json, keep it for --metrics-file, and exit 1 if it has failed.
 
     If *err* is True, print to stderr, because stdout has the output of the command.

@@ -16,7 +16,7 @@ from adk_secure_sessions.cli.options import (
     with_speed,
     with_store,
 )
-from adk_secure_sessions.cli.output import print_lines, print_result, progress, report_and_exit
+from adk_secure_sessions.cli.output import end_command, print_lines, print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, Failure, main, run, runner_for
 from adk_secure_sessions.results import utc_text
 
@@ -136,7 +136,7 @@ def _rotate(
                     result.retirement = runner.run(maintenance.retire(db, **options))
         finally:
             print_lines(result)
-    report_and_exit(result)
+    end_command(result)
 
 
 def _confirm_continuation(
