@@ -551,6 +551,8 @@ def _lock(table: sa.FromClause, tag: sa.BindParameter[bytes]) -> sa.Select[Any]:
 LOCK_SESSION = _lock(sessions, _session_tag)
 LOCK_APP = _lock(apps, _app_tag)
 LOCK_USER = _lock(users, _user_tag)
+# Long imports do not lock the app: they would wait for each other.
+LOCKS_WITHOUT_APP: Sequence[sa.Executable] = (LOCK_SESSION, LOCK_USER)
 # For transactions that do not change the row which they lock.
 LOCK_SESSION_ONLY = LOCK_SESSION.execution_options(claim=CLAIM_SESSION)
 LOCK_USER_ONLY = LOCK_USER.execution_options(claim=CLAIM_USER)

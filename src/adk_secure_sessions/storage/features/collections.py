@@ -224,7 +224,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     always_locks_rows = True  # the number of items has no limit, so several requests insert them
-    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries = sql.LOCKS_WITHOUT_APP
 
     expected: SessionRevision
     items: Sequence[bytes]

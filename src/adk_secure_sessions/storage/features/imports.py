@@ -242,8 +242,7 @@ class ImportSession(_Import[ImportStatus]):
     *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
 
-    # Not the app: long imports would wait for each other.
-    lock_queries = (sql.LOCK_SESSION, sql.LOCK_USER)
+    lock_queries = sql.LOCKS_WITHOUT_APP
 
     state: bytes
     events: Sequence[EncodedEvent]

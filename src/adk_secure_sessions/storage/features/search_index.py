@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
+import sqlalchemy as sa
+
 from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical_json, load_state
@@ -180,7 +182,8 @@ class CorrectIndexRows(Write[int]):
     of_user: bool
 
     def __post_init__(self) -> None:
-        self.lock_queries = (sql.LOCK_USER_ONLY if self.of_user else sql.LOCK_SESSION_ONLY,)
+        query = sql.LOCK_USER_ONLY if self.of_user else sql.LOCK_SESSION_ONLY
+        self.lock_queries: Sequence[sa.Executable] = (query,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
