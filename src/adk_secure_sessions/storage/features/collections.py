@@ -1,8 +1,10 @@
 """Collections: named lists of items, in which services store artifacts and memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
+
+import sqlalchemy as sa
 
 from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
@@ -224,7 +226,7 @@ class RewriteItems(Write[StoredSession]):
 
     audited_as = "rewrite"
     always_locks_rows = True  # the number of items has no limit, so several requests insert them
-    lock_queries = sql.LOCKS_WITHOUT_APP
+    lock_queries: Sequence[sa.Executable] = field(default=sql.LOCKS_WITHOUT_APP, init=False)
 
     expected: SessionRevision
     items: Sequence[bytes]

@@ -8,7 +8,7 @@ service has changed since.  Each row has a MAC: see docs/format.md, "Migration".
 
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -242,7 +242,7 @@ class ImportSession(_Import[ImportStatus]):
     *times* are the columns `created_at`, `updated_at` and `expires_at`, in microseconds UTC.
     """
 
-    lock_queries = sql.LOCKS_WITHOUT_APP
+    lock_queries: Sequence[sa.Executable] = field(default=sql.LOCKS_WITHOUT_APP, init=False)
 
     state: bytes
     events: Sequence[EncodedEvent]
