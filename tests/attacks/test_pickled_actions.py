@@ -205,6 +205,23 @@ async def test_hostile_pickle_makes_only_its_session_unreadable(
     assert "loaded_evil" not in sys.modules
 
 
+def test_pickle_that_exceeds_a_limit_is_tried_twice_and_not_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bytes] = []
+
+    def end_without_an_answer(pickled: bytes) -> bytes:
+        asked.append(pickled)
+        return b""
+
+    with closing(PickleReader()) as reader:
+        monkeypatch.setattr(reader, "_ask", end_without_an_answer)
+        for _ in range(2):
+            with pytest.raises(ConversionError):
+                reader.read(b"slow")
+    assert asked == [b"slow", b"slow"]
+
+
 def children() -> set[Path]:
     """The directories in /proc of the processes that this process has started."""
     files = Path("/proc/self/task").glob("*/children")

@@ -56,14 +56,15 @@ class PickleReader:
 
     def read(self, pickled: bytes) -> EventActions:
         """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""
-        digest, answer = sha256(pickled).digest(), b""
+        digest, answer = sha256(pickled).digest(), _REJECTED
         if _LIMITS_MEMORY or len(pickled) <= _MAX_UNLIMITED:
             with self._lock:
                 # If the child ends without an answer, the pickle may not be the reason: ask again.
                 answer = self._answers.get(digest) or self._ask(pickled) or self._ask(pickled)
-                if answer:
-                    self._answers.put(digest, answer, len(answer))
-        if answer in (b"", _REJECTED):
+                # A pickle that exceeds a limit takes ten seconds: do not try it again.
+                answer = answer or _REJECTED
+                self._answers.put(digest, answer, len(answer))
+        if answer == _REJECTED:
             raise ConversionError(
                 "it has actions that are not loaded: google-adk did not write them, or they exceed "
                 "a limit"
