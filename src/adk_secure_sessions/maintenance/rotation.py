@@ -37,7 +37,6 @@ from adk_secure_sessions.storage.schema import keyring as keyring_table
 from adk_secure_sessions.storage.survey import Survey
 from adk_secure_sessions.storage.table_walk import pages
 
-_NAMES = ("master", "data")
 _MAX_PASSES = 3  # of a run
 # The first microsecond of the year 10000, which `datetime` cannot represent.  A key with this time
 # or a later time is rejected.
@@ -69,7 +68,7 @@ class UnfinishedRotation(NamedTuple):
 
     @property
     def line(self) -> str:
-        if self.name not in _NAMES:
+        if self.name not in meta.ROTATIONS:
             row = f"{meta.TABLE} row {meta.ROTATION}{self.name}"
             return f"{self.name}: there is no such rotation; delete {row}"
         if self.done is None or self.total is None or self.since is None:
@@ -210,8 +209,13 @@ class RotationRun(ABC, Generic[R]):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            texts = {} if restart else (await self._db.survey_existing()).meta_texts
-            own = {name: text for name, text in texts.items() if name == self._checkpoint}
+            # By its name, as `_store_checkpoint` reads it: a row that only one of the two finds,
+            # which an attacker has stored, would make this loop endless.
+            own: dict[str, str] = {}
+            if not restart:
+                name = {"name": self._checkpoint}
+                for (text,) in await self._db.runner.data.read(meta.VALUE, name):
+                    own[self._checkpoint] = text
             index_master = (await self._db.keyring()).index_master
             for rotation in parse_checkpoints(own, index_master):
                 if rotation.since is None or not rotation.is_authentic:
@@ -334,7 +338,7 @@ def parse_checkpoints(
     for name, value in sorted(meta_texts.items(), key=str):
         if str(name).startswith(meta.ROTATION):
             rotation = str(name).removeprefix(meta.ROTATION)
-            match = _CHECKPOINT.fullmatch(str(value)) if rotation in _NAMES else None
+            match = _CHECKPOINT.fullmatch(str(value)) if rotation in meta.ROTATIONS else None
             since = int(match["since"]) if match else _YEAR_10000
             is_authentic = None
             if index_master is not None:

@@ -13,25 +13,29 @@ from adk_secure_sessions.storage.schema import meta_table as table
 TABLE: str = table.name
 # The names of the rows.  Rotations add rows whose names begin with ROTATION.
 FORMAT, DATABASE_ID, PLAINTEXT, HOLDS = "format", "database_id", "plaintext", "holds"
-FEATURES = "features"  # the list of features
+FEATURES = "features"  # the feature list
 MIGRATION_MARK = "migration"  # the mark of a migration: see `MigrationMark`
 SEPARATION = "separation"  # the state of an unfinished run of `separate`
 MOVE = "move"  # the random id of the run of `move_keys` that may write
 ROTATION = "rotation."  # followed by the name of the rotation: its checkpoint
-_NAMES = (FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK, MOVE)
-# The maximum length of a value, and the maximum number of rows, that `read_all` reads.  An attacker
-# may have stored longer values or more rows, and every start of a service reads the table.
+ROTATIONS = ("master", "data")
+_NAMES = [FORMAT, DATABASE_ID, PLAINTEXT, HOLDS, FEATURES, SEPARATION, MIGRATION_MARK, MOVE]
+_NAMES += [ROTATION + name for name in ROTATIONS]
+# The maximum length of a value, and the maximum number of rows, that are read.  An attacker may
+# have stored longer values or more rows, and every start of a service reads the table.
 _MAX_TEXT, _MAX_ROWS = 2000, 100
+_NAME, _VALUE = (
+    sa.func.substr(column, sa.literal_column("1"), sa.literal_column(str(_MAX_TEXT)))
+    for column in (table.c.name, table.c.value)
+)
 # The rows in `_NAMES` come first, so that rows which an attacker added do not displace them.
 _ALL = (
-    sa.select(
-        *(sa.func.substr(table.c[name], 1, _MAX_TEXT).label(name) for name in ("name", "value"))
-    )
+    sa.select(_NAME.label("name"), _VALUE.label("value"))
     .order_by(sa.case((table.c.name.in_(_NAMES), 0), else_=1))
     .limit(_MAX_ROWS)
 )
 # Query for one value, for executors; `read` runs it on a connection.
-VALUE: sa.Select[Any] = sa.select(table.c.value).where(table.c.name == sa.bindparam("name"))
+VALUE: sa.Select[Any] = sa.select(_VALUE).where(table.c.name == sa.bindparam("name"))
 
 
 def read_all(connection: sa.Connection, *, lock: bool = False) -> dict[str, str]:
