@@ -58,3 +58,15 @@ async def test_erasure_that_fails_after_the_keys_is_completed_by_the_next(
         assert await find(service) is None
         await create(service)
     assert count(pair.keys, "secure_data_keys") == pair.owners() == 2
+
+
+async def test_erasure_whose_keys_are_not_deleted_does_not_say_that_they_are(pair: Pair) -> None:
+    async with pair.service() as service:
+        await create(service)
+    db, faults = with_faults(pair.maintained)
+    async with db:
+        await db.keyring()
+        faults.keys.after(Point.WORK, DatabaseError("the disk is full"))  # so it is rolled back
+        with pytest.raises(DatabaseError, match=r"^the disk is full$"):
+            await erase_user(db, APP, "ada")
+    assert count(pair.keys, "secure_data_keys") == pair.owners() == 2

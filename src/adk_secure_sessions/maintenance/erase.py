@@ -150,7 +150,7 @@ async def erase_user(
     tag = ids.user_tag
     add_facts(user=tag.hex(), app=app_name)
     has_app = await is_stored(db, app_name)
-    # A list of features without `migration` does not prove that nothing was imported: an attacker
+    # A feature list without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
     find_table = partial(has_table, table=migrated)
     has_migration_table = await db.runner.data.run_sync(find_table, commit=False)
@@ -167,12 +167,14 @@ async def erase_user(
         # been committed, and the next one finds nothing.
         deleted |= _Deletion(tag, headers, size, connection, **parts).run(dry_run=dry_run)
 
+    keys_are_deleted = False
     try:
         if has_key_database:  # delete the keys first: then nobody can decrypt the rows
             await db.runner.keys.run_sync(partial(delete, deletes_rows=False))
+            keys_are_deleted = bool(deleted[data_keys.name]) and not dry_run
         await db.runner.data.run_sync(partial(delete, deletes_keys=not has_key_database))
     except SecureSessionError as error:
-        if dry_run or not (has_key_database and deleted[data_keys.name]):
+        if not keys_are_deleted:
             raise
         # Otherwise, the error reads as if nothing had been deleted.
         raise DatabaseError(
