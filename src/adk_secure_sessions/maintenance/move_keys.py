@@ -166,8 +166,10 @@ class _Move:
             # Store in the audit trail that this command has begun.  A run that continues a move can
             # only do so at its end: until then, nothing opens the database.
             self._db.use_keys(in_key_database=not self._to_key_db)
-            await self._db.keyring()
-            self._db.use_keys(in_key_database=True)
+            try:
+                await self._db.keyring()
+            finally:  # `close` then closes both databases
+                self._db.use_keys(in_key_database=True)
             state = await self._survey_and_check()
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:

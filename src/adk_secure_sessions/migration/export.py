@@ -176,7 +176,7 @@ class _ExportRun(ABC):
             for session, content in contents.items():
                 if reports and isinstance(content, Unreadable):
                     self._reject(session.ids, content.reason)
-            await self._meter.advance(len(contents))
+            await self._meter.advance(len(batch))
 
     async def _readable_states(self, *, reports: bool = True) -> AsyncIterator[tuple[Ids, bytes]]:
         """Yield the states as JSON; with one user id, only the states of this user and its apps."""
