@@ -37,7 +37,7 @@ from tests.maintenance.support import plaintext_backend
 from tests.vector_databases import Json, each_case, load
 
 RECORDS, KEYS = load("records.json"), load("keys.json")
-SEALED = [case for case in RECORDS["cases"] if "nonce" in case or "iv" in case]
+SEALED_TABLES = [case for case in RECORDS["cases"] if "nonce" in case or "iv" in case]
 WRAPPED = [case for case in KEYS["master_keys"] if "nonce" in case]
 LISTS = {
     "records.json": RECORDS["cases"],
@@ -188,7 +188,7 @@ def drawing_from(case: Json) -> Iterator[None]:
         yield
 
 
-@each_case(SEALED)
+@each_case(SEALED_TABLES)
 def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> None:
     (key,) = (key["key"] for key in RECORDS["keys"] if key["id"] == case["key_id"])
     cipher = BACKENDS[case["backend"]].cipher(bytes.fromhex(key))
@@ -199,7 +199,7 @@ def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> No
 
 
 def test_every_backend_and_every_purpose_has_a_vector_to_encrypt() -> None:
-    made = {(case["backend"], case["context"][0]["text"]) for case in SEALED}
+    made = {(case["backend"], case["context"][0]["text"]) for case in SEALED_TABLES}
     purposes = {"app", "user", "session", "base", "event", "witness"}
     assert made == {(backend, purpose) for backend in (1, 2) for purpose in purposes}
 

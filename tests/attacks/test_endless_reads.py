@@ -154,9 +154,8 @@ ENDLESS_TRIGGER = {
     "postgresql": [
         "CREATE FUNCTION endless() RETURNS trigger LANGUAGE plpgsql AS "
         "'BEGIN LOOP PERFORM pg_sleep(0.05); END LOOP; END'",
-        # At the COMMIT, which is a statement of its own with psycopg.
-        "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON secure_events "
-        "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION endless()",
+        "CREATE TRIGGER slow BEFORE INSERT ON secure_events "
+        "FOR EACH ROW EXECUTE FUNCTION endless()",
     ],
     "mysql": [
         "CREATE TRIGGER slow BEFORE INSERT ON secure_events FOR EACH ROW "
@@ -169,11 +168,26 @@ ENDLESS_TRIGGER = {
 async def test_write_behind_a_trigger_that_never_ends_is_interrupted_after_its_time(
     open_service: Open, url: URL, server: Server | None
 ) -> None:
+    await write_is_interrupted(open_service, url, server)
+
+
+@on_drivers("psycopg")
+async def test_commit_behind_a_deferred_trigger_that_never_ends_is_interrupted_after_its_time(
+    open_service: Open, url: URL, server: Server | None
+) -> None:
+    at_once = "TRIGGER slow BEFORE INSERT ON secure_events "
+    deferred = at_once.replace("BEFORE", "AFTER") + "DEFERRABLE INITIALLY DEFERRED "
+    await write_is_interrupted(open_service, url, server, (at_once, f"CONSTRAINT {deferred}"))
+
+
+async def write_is_interrupted(
+    open_service: Open, url: URL, server: Server | None, changed: tuple[str, str] = ("", "")
+) -> None:
     async with open_service(0.2) as service:
         session = await create(service)
         with behind(url, server) as connection:
             for statement in ENDLESS_TRIGGER[connection.dialect.name.replace("mariadb", "mysql")]:
-                connection.exec_driver_sql(statement)
+                connection.exec_driver_sql(statement.replace(*changed))
         began = time.monotonic()
         append = asyncio.ensure_future(service.append_event(session, event("text")))
         # On a server, they might wait for a lock of the endless one, which counts.

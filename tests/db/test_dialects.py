@@ -5,21 +5,21 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.dialects import any_text, dialect_of, sqlite_sql
+from adk_secure_sessions.db.dialects import compile_for_sqlite, decode_any_text, dialect_of
 
 
 def test_statement_for_sqlite_is_compiled_once_with_named_parameters() -> None:
     table = sa.table("t", sa.column("a", sa.Integer))
     statement = sa.select(table.c.a).where(table.c.a == sa.bindparam("a"))
-    assert " ".join(sqlite_sql(statement).split()) == "SELECT t.a FROM t WHERE t.a = :a"
-    assert sqlite_sql(statement) is sqlite_sql(statement)
+    assert " ".join(compile_for_sqlite(statement).split()) == "SELECT t.a FROM t WHERE t.a = :a"
+    assert compile_for_sqlite(statement) is compile_for_sqlite(statement)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"text", "é".encode(), b"\xff\xfe", b"a\x00b", b"\xed\xa0\x80"]
 )
 def test_any_bytes_are_text_of_sqlite(data: bytes) -> None:
-    text = any_text(data)
+    text = decode_any_text(data)
     text.encode()  # has no surrogates
     assert (text.encode() == data) is (b"\xff" not in data and b"\xed" not in data)
 
@@ -29,10 +29,10 @@ def test_any_text_is_taken_during_the_block_only() -> None:
     query = "SELECT CAST(x'ff' AS TEXT)"
     with engine.connect() as connection:
         driver: Any = connection.connection.driver_connection
-        with dialect_of(connection).decoding(connection, any_text):
+        with dialect_of(connection).decoding(connection, decode_any_text):
             assert connection.exec_driver_sql(query).scalar() == "\\xff"
         assert driver.text_factory is str
-        decoding = dialect_of(connection).decoding(connection, any_text)
+        decoding = dialect_of(connection).decoding(connection, decode_any_text)
         with pytest.raises(RuntimeError, match="inside"), decoding:
             raise RuntimeError("inside")
         assert driver.text_factory is str

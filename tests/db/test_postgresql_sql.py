@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.postgresql_sql import apply_sql, read_sql
+from adk_secure_sessions.db.postgresql_sql import compile_apply, compile_read
 from adk_secure_sessions.storage import queries as sql
 from tests.db.support import DELETE, INSERT, UPDATE, things
 
 
 def test_parameters_are_numbered_in_order_through_all_changes() -> None:
-    text, sources = apply_sql(((UPDATE, True), (INSERT, True), (DELETE, False)))
+    text, sources = compile_apply(((UPDATE, True), (INSERT, True), (DELETE, False)))
     assert sources == [(0, "value"), (0, "at_id"), (1, "id"), (1, "value"), (2, "at_id")]
     assert re.findall(r"\$\d+", text) == [f"${n}" for n in range(1, 6)]
     assert re.search(r"SET value=\$1::BYTEA WHERE things.id = \$2::BIGINT RETURNING 1\)", text)
@@ -24,10 +24,10 @@ def test_repeated_name_is_one_parameter_within_a_change_and_another_in_the_next(
     twice = sa.delete(things).where(
         sa.or_(things.c.id == sa.bindparam("at_id"), -things.c.id == sa.bindparam("at_id"))
     )
-    text, sources = apply_sql(((twice, True), (twice, True)))
+    text, sources = compile_apply(((twice, True), (twice, True)))
     assert sources == [(0, "at_id"), (1, "at_id")]
     assert [text.count(f"${n}") for n in (1, 2, 3)] == [2, 2, 0]
-    text, names = read_sql(
+    text, names = compile_read(
         sa.select(things).where(things.c.id.between(sa.bindparam("n"), sa.bindparam("n")))
     )
     assert names == ["n"]
@@ -35,7 +35,7 @@ def test_repeated_name_is_one_parameter_within_a_change_and_another_in_the_next(
 
 
 def test_each_change_runs_only_if_the_last_before_it_that_must_match_a_row_did() -> None:
-    text, _ = apply_sql(((UPDATE, True), (DELETE, False), (INSERT, True), (DELETE, True)))
+    text, _ = compile_apply(((UPDATE, True), (DELETE, False), (INSERT, True), (DELETE, True)))
     words = " ".join(text.split())
     members = re.findall(r"change_(\d) AS \((.*?) RETURNING 1\)", words)
     assert [
@@ -51,7 +51,7 @@ def test_each_change_runs_only_if_the_last_before_it_that_must_match_a_row_did()
 
 
 def test_rows_of_a_change_are_one_array_for_each_column() -> None:
-    text, sources = apply_sql(((UPDATE, True), (INSERT, False)), frozenset({1}))
+    text, sources = compile_apply(((UPDATE, True), (INSERT, False)), frozenset({1}))
     assert sources == [(0, "value"), (0, "at_id"), (1, "id"), (1, "value")]
     words = " ".join(text.split())
     assert "FROM unnest($3::BIGINT[], $4::BYTEA[]) AS new_rows(id, value)" in words
@@ -60,7 +60,7 @@ def test_rows_of_a_change_are_one_array_for_each_column() -> None:
 
 def test_lock_of_an_insert_from_a_select_stays_behind_the_guard() -> None:
     """It holds off whoever erases the user until the session is there to be erased, too."""
-    text, _ = apply_sql(((UPDATE, True), (sql.INSERT_SESSION_OF_USER, True)))
+    text, _ = compile_apply(((UPDATE, True), (sql.INSERT_SESSION_OF_USER, True)))
     words = " ".join(text.split())
     assert "FROM change_0) = 1 FOR KEY SHARE OF secure_users RETURNING 1)" in words
 
@@ -68,7 +68,7 @@ def test_lock_of_an_insert_from_a_select_stays_behind_the_guard() -> None:
 def test_compiling_leaves_the_statements_as_they_were() -> None:
     statements = (UPDATE, DELETE, sql.INSERT_SESSION_OF_USER)
     before = [str(statement) for statement in statements]
-    apply_sql(tuple((statement, True) for statement in statements))
+    compile_apply(tuple((statement, True) for statement in statements))
     assert [str(statement) for statement in statements] == before
 
 
@@ -84,7 +84,7 @@ def test_every_value_of_the_queries_is_a_parameter() -> None:
     queries = list(queries_of_storage())
     assert len(queries) > 10
     for query in queries:
-        text, names = read_sql(query)
+        text, names = compile_read(query)
         assert not re.search(r"(?<!:):(?!:)\w", text)
         assert set(re.findall(r"\$\d+", text)) == {f"${n + 1}" for n in range(len(names))}
-        assert read_sql(query) is read_sql(query)  # compiled once
+        assert compile_read(query) is compile_read(query)  # compiled once

@@ -78,13 +78,13 @@ def test_claim_is_made_on_a_cluster_only_and_after_its_statement(
     assert database.statements == (["first", "third"] if is_cluster and matched else ["first"])
 
 
-def test_claim_of_a_query_is_made_before_it() -> None:
+def test_claim_of_a_query_is_made_after_it() -> None:
     def steps() -> Steps[object]:
         return (yield Read(FIRST_CLAIMED, {}))
 
     database = Database()
     assert database.run(with_claims(steps())) == []
-    assert database.statements == ["third", "read first"]
+    assert database.statements == ["read first", "third"]
 
 
 # --- Executors -----------------------------------------------------------------------------------

@@ -121,6 +121,18 @@ def test_service_is_closed_after_a_loop_that_was_closed_with_a_write_pending(
     asyncio.run(reload(service, session))
 
 
+def test_service_with_an_engine_is_closed_after_its_loop_was_closed(url: URL) -> None:
+    engine = create_async_engine(url)
+    service = by_engine(engine)
+
+    async def use() -> None:
+        await create(service)
+        await engine.dispose()
+
+    asyncio.run(use())
+    asyncio.run(service.close())
+
+
 def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
     url: URL, server: Server, no_resource_is_left: Callable[[], None]
 ) -> None:

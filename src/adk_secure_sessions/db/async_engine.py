@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool, StaticPool
 
 from adk_secure_sessions.concurrency import LoopLocks, ThreadLock, await_to_end
-from adk_secure_sessions.db.dialects import any_text, dialect_of
+from adk_secure_sessions.db.dialects import decode_any_text, dialect_of
 from adk_secure_sessions.db.failures import (
     is_read_only,
     needs_unprepared,
@@ -92,7 +92,7 @@ class AsyncEngineExecutor:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         work = partial(self._fetch, query=query, parameters=parameters)
-        return await self._shielded(partial(self._translating, work), interruptible=True)
+        return await self._shielded(partial(self._translated, work), interruptible=True)
 
     async def write(
         self,
@@ -106,13 +106,13 @@ class AsyncEngineExecutor:
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         def run(connection: sa.Connection) -> T:
-            with self._dialect.decoding(connection, any_text):
+            with self._dialect.decoding(connection, decode_any_text):
                 if commit:
                     return work(connection)
                 return self._with_time_limit(lambda: work(connection))
 
         return await self._shielded(
-            partial(self._translating, run, commit=commit), interruptible=not commit
+            partial(self._translated, run, commit=commit), interruptible=not commit
         )
 
     async def close(self) -> None:
@@ -125,19 +125,20 @@ class AsyncEngineExecutor:
 
     async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:
         def work(connection: sa.Connection) -> T:
-            if self._is_cluster is None:
-                self._is_cluster = self._dialect.locks_per_node(connection)
+            is_cluster = self._is_cluster  # which another task may reset meanwhile
+            if is_cluster is None:
+                is_cluster = self._is_cluster = self._dialect.locks_per_node(connection)
                 if self._dialect.is_server:
                     connection.rollback()
             if in_one_transaction:
                 self._dialect.set_read_committed(connection)
-            steps = with_claims(transaction()) if self._is_cluster else transaction()
+            steps = with_claims(transaction()) if is_cluster else transaction()
             apply = partial(run_changes, partial(self._change, connection))
             return run_steps(steps, partial(self._fetch, connection), apply)
 
-        return await self._translating(work, commit=True)
+        return await self._translated(work, commit=True)
 
-    async def _translating(self, work: Callable[[sa.Connection], T], *, commit: bool = False) -> T:
+    async def _translated(self, work: Callable[[sa.Connection], T], *, commit: bool = False) -> T:
         """Do the same as `_run`, with the errors that `failures.translated` returns."""
         try:
             return await self._run(work, commit=commit)
@@ -245,7 +246,10 @@ class AsyncEngineExecutor:
 
         timer = asyncio.get_running_loop().call_later(seconds, interrupt)
         try:
-            return work()
+            result = work()
+            # PostgreSQL reports success if a COMMIT that waits for a standby is interrupted.
+            if not (writes and has_timed_out):
+                return result
         except BaseException as error:
             if not has_timed_out:
                 raise
@@ -325,6 +329,8 @@ class AsyncEngineExecutor:
         if os.getpid() != self._pid:
             return False  # not used in this process: all are those of the parent
         if self._loop is not None and self._loop.is_closed():
+            if not self._owns_engine:
+                return False  # the application closes the connections, and no task goes on
             self.begin_call()  # forgets the tasks of that loop, which never end
             self.end_call()
         return True

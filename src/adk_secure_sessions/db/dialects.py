@@ -44,12 +44,12 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 
 
 @functools.cache
-def sqlite_sql(statement: sa.Executable) -> str:
+def compile_for_sqlite(statement: sa.Executable) -> str:
     assert isinstance(statement, sa.ClauseElement)
     return str(statement.compile(dialect=_sqlite))
 
 
-def any_text(data: bytes) -> str:
+def decode_any_text(data: bytes) -> str:
     """Decode text from SQLite, even if an attacker has written it into a binary column.
 
     The default decoder would raise an error that quotes this text.  Our own checks reject the row.
@@ -181,8 +181,8 @@ class _Sqlite(Dialect):
     def fetch(
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        with self.decoding(connection, any_text):
-            return connection.exec_driver_sql(sqlite_sql(query), parameters).all()
+        with self.decoding(connection, decode_any_text):
+            return connection.exec_driver_sql(compile_for_sqlite(query), parameters).all()
 
     @contextmanager
     def decoding(

@@ -38,7 +38,7 @@ from adk_secure_sessions.db.failures import (
     timed_out_error,
     translated,
 )
-from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, apply_sql, read_sql
+from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, compile_apply, compile_read
 from adk_secure_sessions.db.protocol import (
     Change,
     Conflict,
@@ -103,10 +103,12 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         self._finalizer = weakref.finalize(self, _close_idle, self._idle, os.getpid())
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        # A read needs no task of its own: if the caller is cancelled, `_use` closes the connection.
+        # A read needs no task of its own: if the caller is cancelled, `_use_connection` closes it.
         self.begin_call()
         try:
-            return await self._use(lambda statements: statements.fetch(query, parameters))
+            return await self._use_connection(
+                lambda statements: statements.fetch(query, parameters)
+            )
         finally:
             self.end_call()
 
@@ -127,7 +129,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         await super().close()
 
     async def _transact(self, transaction: Transaction[T], in_one_transaction: bool) -> T:
-        return await self._use(
+        return await self._use_connection(
             lambda statements: statements.run_steps(transaction(), in_one_transaction)
         )
 
@@ -165,7 +167,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._idle.pop().close()
         await super()._release_all()
 
-    async def _use(self, work: "Callable[[_StatementRunner], Awaitable[T]]") -> T:
+    async def _use_connection(self, work: "Callable[[_StatementRunner], Awaitable[T]]") -> T:
         """Call *work* with a connection, and return its result; translate errors."""
         async with self._exclusive_use(False):
             pooled = await self._acquire()
@@ -182,7 +184,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             except Exception as error:
                 translated_error = _translated_asyncpg(error, connection_lost=driver.is_closed())
                 is_lost = isinstance(translated_error, Disconnected)
-                usable = not (is_lost or statements.has_timed_out)
+                usable = not (is_lost or statements.is_unusable)
                 # The network may have ended all connections that were idle, or new connections may
                 # lead to another server.
                 while self._idle and not usable:
@@ -326,10 +328,10 @@ class _StatementRunner:
     _pooler: _PoolerDetection
     _timeout: float | None
     _in_transaction: bool = False
-    has_timed_out: bool = False  # True once a statement has been interrupted
+    is_unusable: bool = False  # True once a statement has been interrupted
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        text, names = read_sql(query)
+        text, names = compile_read(query)
         return await self._with_time_limit(text, [parameters[name] for name in names])
 
     async def _with_time_limit(
@@ -337,13 +339,13 @@ class _StatementRunner:
     ) -> Sequence[Row]:
         seconds = statement_timeout(self._timeout, writes=writes)
         try:
-            return await self._execute(text, values, seconds)
+            return await self._execute(text, values, seconds, writes=writes)
         except TimeoutError as error:
             # If the network timed out, the error has an errno.  If our own time limit expired, the
             # error has no errno.
             if error.errno is not None or seconds is None:
                 raise
-            self.has_timed_out = True
+            self.is_unusable = True
             raise timed_out_error(seconds, "a write" if writes else "a read") from None
 
     async def run_steps(self, steps: Steps[T], in_one_transaction: bool) -> T:
@@ -367,9 +369,11 @@ class _StatementRunner:
             await self._with_time_limit("COMMIT", None, writes=writes)
         except Exception as error:
             # After a time-out, the connection is closed instead.
-            if not (self.has_timed_out or isinstance(error, TimeoutError)):
-                with suppress(Exception):
+            if not (self.is_unusable or isinstance(error, TimeoutError)):
+                try:
                     await self._with_time_limit("ROLLBACK", None, writes=writes)
+                except Exception:
+                    self.is_unusable = True
             raise
         finally:
             self._in_transaction = False
@@ -385,7 +389,7 @@ class _StatementRunner:
                     # Outside a transaction, the first Apply is committed: see `Executor.write`.
                     assert self._in_transaction or answer is not True
                     changes = step.changes
-                    text, sources = apply_sql(
+                    text, sources = compile_apply(
                         tuple((change.statement, change.must_match_one_row) for change in changes),
                         frozenset(i for i, change in enumerate(changes) if change.rows),
                     )
@@ -396,7 +400,7 @@ class _StatementRunner:
             return result
 
     async def _execute(
-        self, text: str, values: list[object] | None, seconds: float | None
+        self, text: str, values: list[object] | None, seconds: float | None, *, writes: bool
     ) -> Sequence[Row]:
         rows: Sequence[Row]
         if values is None:  # BEGIN, COMMIT or ROLLBACK
@@ -421,8 +425,7 @@ class _StatementRunner:
             statement = None
             if self._in_transaction:
                 raise Conflict  # the server has aborted the transaction
-        # A write of several steps is in a transaction already: see `run_steps`.
-        async with nullcontext() if self._in_transaction else self._transaction(writes=False):
+        async with nullcontext() if self._in_transaction else self._transaction(writes=writes):
             statement = await self._driver.prepare(text, name="", timeout=seconds)
             rows = await statement.fetch(*values, timeout=seconds)
             return rows

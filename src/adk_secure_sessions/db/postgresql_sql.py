@@ -39,7 +39,7 @@ _ZERO: sa.ColumnElement[int] = sa.literal_column("0", sa.Integer)
 
 
 @functools.cache
-def read_sql(query: sa.Executable) -> tuple[str, Sequence[str]]:
+def compile_read(query: sa.Executable) -> tuple[str, Sequence[str]]:
     """Compile *query*; return it and the names of its parameters in the order of `$1`, `$2`..."""
     assert isinstance(query, sa.ClauseElement)
     compiled: Any = query.compile(dialect=_dialect)
@@ -47,7 +47,7 @@ def read_sql(query: sa.Executable) -> tuple[str, Sequence[str]]:
 
 
 @functools.cache
-def apply_sql(
+def compile_apply(
     changes: tuple[tuple[sa.Executable, bool], ...], with_rows: frozenset[int] = frozenset()
 ) -> tuple[str, Sequence[tuple[int, str]]]:
     """Compile *changes*, the statement and the *must_match_one_row* of each, into one statement.
@@ -73,7 +73,7 @@ def apply_sql(
     answer = sa.case(
         (sa.exists(sa.select(_ONE).select_from(members[0])), _ONE // made), else_=_ZERO
     )
-    text, names = read_sql(sa.select(answer).add_cte(*members))
+    text, names = compile_read(sa.select(answer).add_cte(*members))
     return text, [sources[name] for name in names]
 
 

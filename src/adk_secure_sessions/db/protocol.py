@@ -194,8 +194,8 @@ def with_claims(steps: Steps[T]) -> Steps[T]:
         while True:
             step = steps.send(answer)
             if isinstance(step, Read):
-                yield Apply(_claim(step.query, step.parameters))
                 answer = yield step
+                yield Apply(_claim(step.query, step.parameters))
             else:
                 changes: list[Change] = []
                 for change in step.changes:

@@ -38,7 +38,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.concurrency import ThreadLock
-from adk_secure_sessions.db.dialects import any_text, sqlite_sql
+from adk_secure_sessions.db.dialects import compile_for_sqlite, decode_any_text
 from adk_secure_sessions.db.failures import statement_timeout, timed_out_error, translated
 from adk_secure_sessions.db.protocol import (
     Change,
@@ -176,7 +176,7 @@ def _set_up(driver: sqlite3.Connection, _record: object) -> None:
     driver.execute("PRAGMA secure_delete = ON").close()
     driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
     driver.execute(f"PRAGMA cache_size = -{_CACHE_KIB}").close()
-    driver.text_factory = any_text
+    driver.text_factory = decode_any_text
 
 
 class SqliteExecutor:
@@ -655,14 +655,14 @@ class WorkerThread:
     def fetch(
         self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
-        text = sqlite_sql(query)
+        text = compile_for_sqlite(query)
         return self.with_time_limit(lambda: driver.execute(text, parameters).fetchall())
 
     def _apply(self, driver: sqlite3.Connection, changes: Sequence[Change]) -> bool:
         def change_rows(change: Change) -> int:
             statement, parameters, _, rows = change
             execute: Any = driver.executemany if rows else driver.execute
-            rowcount: int = execute(sqlite_sql(statement), rows or parameters).rowcount
+            rowcount: int = execute(compile_for_sqlite(statement), rows or parameters).rowcount
             return rowcount
 
         return self.with_time_limit(run_changes, change_rows, changes, writes=True)

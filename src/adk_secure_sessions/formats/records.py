@@ -355,9 +355,9 @@ _KEY_IDS = [struct.Struct(f">B{count}q") for count in range(256)]
 
 
 class EncodedEvent(NamedTuple):
-    """An event, as `events.encode` returns it, or an item of a collection."""
+    """An event or an item of a collection, and its time."""
 
-    plaintext: bytes
+    plaintext: bytes  # of an event, as `events.encode` returns it
     time: int  # microseconds since 1970, UTC
 
 

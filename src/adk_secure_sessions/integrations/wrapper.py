@@ -1,6 +1,6 @@
 """`EncryptedSessionWrapper`, which encrypts what another session service stores.
 
-The wrapper calls the other service, *inner*, like any session service, with these replacements
+The wrapper calls the inner service, *inner*, like any session service, with these replacements
 (docs/format.md, "Records in another session service"):
 
 - A state key becomes its prefix and a blind index.  A state value becomes a record in base64.
@@ -83,7 +83,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     """Encrypts sessions before another session service of ADK stores them.
 
     State values, and the contents, actions and metadata of events, are encrypted.  App names, user
-    ids, session ids, event ids, invocation ids, authors and times reach the other service as
+    ids, session ids, event ids, invocation ids, authors and times reach the inner service as
     plaintext.  Use `EncryptedSessionService` if you can choose the database: an attacker with write
     access to the store of another service can remove, reorder and replay events, and the wrapper
     cannot notice it (docs/wrapper.md).
@@ -92,7 +92,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     `EncryptedSessionService`.  Every operation raises `DecryptionError` if a value that it reads
     was modified or moved, or is plaintext, or if its data key was erased.  Exception: if an entry
     of a user's state names a data key that does not exist, as after an erasure, the entry is
-    omitted, with a warning.  The errors of the other service are not changed, and may contain ids.
+    omitted, with a warning.  The errors of the inner service are not changed, and may contain ids.
 
     Args:
         inner: The service that stores the sessions, such as `VertexAiSessionService`.
@@ -134,7 +134,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         if (key_db_url is None) == (key_db_engine is None):
             raise ConfigurationError(
                 "give exactly one of key_db_url and key_db_engine: the keys of the sessions that "
-                "the other service stores need a database"
+                "the inner service stores need a database"
             )
         backends = check_backends(backend, additional_backends)
         if audit is not None and audit.table:
@@ -150,7 +150,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
             creates_tables=create_tables,
         )
         self._skips_unreadable = skip_unreadable_sessions
-        # A change is stored by the other service, so no transaction could also store its record.
+        # A change is stored by the inner service, so no transaction could also store its record.
         self._auditing = access_auditing(self._runner, audit)
         self._feature = Feature(self._runner, FeatureName.WRAPPER)
         self._locks = LoopLocks()
@@ -162,7 +162,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     @measured
     async def prepare_tables(self) -> None:
-        """Open the key database and create its tables; let the other service do the same.
+        """Open the key database and create its tables; let the inner service do the same.
 
         Raises the errors of `EncryptedSessionService.prepare_tables`.
         """
@@ -181,13 +181,13 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         """Store a new session; see `EncryptedSessionService.create_session`.
 
         If *session_id* is None and *state* has keys without the prefix `app:`, `user:` or `temp:`,
-        the id is `s-` and a new UUID.  The other service cannot choose the id, because the
+        the id is `s-` and a new UUID.  The inner service cannot choose the id, because the
         encrypted values are bound to it.
 
         Raises:
             ValueError: An id is not a string, is too long, or begins or ends with spaces, which
                 some services remove.  Or a key or a value in *state* exceeds a limit.
-            ConfigurationError: The other service stores the session under another id.  The session
+            ConfigurationError: The inner service stores the session under another id.  The session
                 was then deleted.
         """
         check_ids(app_name, user_id, session_id or "")
@@ -223,7 +223,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     ) -> Session | None:
         """Read a session with its events; see `EncryptedSessionService.get_session`.
 
-        The order of the events is that of the other service.
+        The order of the events is that of the inner service.
 
         Raises:
             DecryptionError: A value was modified, moved or stored twice, or its key was erased.
@@ -271,7 +271,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     @audited_access("session.delete")
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
-        """Let the other service delete a session; nothing is decrypted.
+        """Let the inner service delete a session; nothing is decrypted.
 
         If *session_id* begins or ends with spaces, do nothing: no session has such an id, and some
         services remove the spaces, and would delete another session.
@@ -287,7 +287,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         """Return the user's state, whose keys have no prefix.
 
         Raises:
-            NotImplementedError: The other service does not implement this method.
+            NotImplementedError: The inner service does not implement this method.
             DecryptionError: A value was modified or moved, and its data key is known.
         """
         check_ids(app_name, user_id)
@@ -302,12 +302,12 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     async def append_event(self, session: Session, event: Event) -> Event:
         """Store `event`, then apply it to `session`; see `EncryptedSessionService.append_event`.
 
-        If the session object is older than the stored session, the other service decides whether to
+        If the session object is older than the stored session, the inner service decides whether to
         reject the event.
 
         Raises:
             SessionNotFoundError: The session is not stored.
-            StaleSessionError: The other service found the session object stale, or the object was
+            StaleSessionError: The inner service found the session object stale, or the object was
                 rebuilt and its last event is not the last stored one.
             ValueError: See `EncryptedSessionService.append_event`.
         """
@@ -360,11 +360,11 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         return stored
 
     async def flush(self) -> None:
-        """Let the other service store what it buffers."""
+        """Let the inner service store what it buffers."""
         await _call_if_defined(self._inner, "flush")
 
     async def close(self) -> None:
-        """Close the key database and discard all keys; close the other service.
+        """Close the key database and discard all keys; close the inner service.
 
         The next call opens the key database again.
         """
@@ -389,7 +389,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
     ) -> T:
         """Return the result of *work*, which decrypts and may be called again with other keys."""
         index_master = (await self._runner.keyring()).index_master
-        # If the other service answers from memory and the keys are cached, nothing else lets other
+        # If the inner service answers from memory and the keys are cached, nothing else lets other
         # tasks run, and a task that reads in a loop would block all other tasks.
         await asyncio.sleep(0)
 

@@ -22,7 +22,7 @@ from adk_secure_sessions.maintenance.progress import Meter
 from adk_secure_sessions.maintenance.row_scan import header_column, scan_data_keys
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
-    SEALED,
+    SEALED_TABLES,
     SealedTable,
     apps,
     events,
@@ -236,5 +236,5 @@ def _count_by_owner(table: SealedTable[Any]) -> sa.Select[Any]:
 
 
 # For each table, the column by which it is read in spans, and the query that counts its rows.
-_COUNT_QUERIES = tuple((table.key_columns[0], _count_by_owner(table)) for table in SEALED)
+_COUNT_QUERIES = tuple((table.key_columns[0], _count_by_owner(table)) for table in SEALED_TABLES)
 _HEADERS = {table: sa.select(table.c.tag, header_column(table.c.state)) for table in (apps, users)}

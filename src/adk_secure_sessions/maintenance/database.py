@@ -135,7 +135,7 @@ class Database(HoldsSecrets, ClosedByWith):
             packing=packing,
         )
         self.trail: AuditTrail = AuditTrail(self.runner, warns=False)
-        # The feature `audit`, if the trail had records but the list of features lacked it: somebody
+        # The feature `audit`, if the trail had records but the feature list lacked it: somebody
         # has replayed an older list, which the command has corrected.
         self.unlisted_features: set[str] = set()
         self.search_index: SearchIndex = SearchIndex(self.runner)

@@ -14,7 +14,7 @@ from adk_secure_sessions.maintenance.row_scan import header_column, key_text, se
 from adk_secure_sessions.storage.queries import first_rows
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
-    SEALED,
+    SEALED_TABLES,
     apps,
     data_keys,
     keyring,
@@ -87,7 +87,7 @@ _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {
     for column in (
         keyring.c.wrapped,
         data_keys.c.wrapped,
-        *(table.record_column for table in SEALED),
+        *(table.record_column for table in SEALED_TABLES),
     )
 }
 TABLE_NAMES = tuple(_RECORD_COLUMNS)

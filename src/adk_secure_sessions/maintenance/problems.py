@@ -139,7 +139,7 @@ _EVIDENCE = {
 
 
 def report_unlisted(problems: Problems, features: Collection[str]) -> None:
-    """Report that rows need *features* which the list of features lacked.
+    """Report that rows need *features* which the feature list lacked.
 
     A feature is added before the first row that needs it, so somebody has replayed an older list.
     With that list, a release that does not know the feature would use the database.

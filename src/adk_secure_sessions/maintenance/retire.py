@@ -176,7 +176,7 @@ async def retire(
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
-    """Raise TamperedError if the row of a session cannot be decrypted.
+    """Raise DecryptionError if the row of a session cannot be decrypted.
 
     An attacker may have moved the session's row to another user.  Then the owner of the session is
     unknown, so the session may need any data key.

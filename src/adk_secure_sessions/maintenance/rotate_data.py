@@ -39,7 +39,7 @@ from adk_secure_sessions.maintenance.row_scan import (
 from adk_secure_sessions.results import aligned, counter
 from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.schema import (
-    SEALED,
+    SEALED_TABLES,
     SealedTable,
     apps,
     data_keys,
@@ -50,7 +50,7 @@ from adk_secure_sessions.storage.schema import (
 )
 from adk_secure_sessions.storage.table_walk import RowRange, grouped, pages, rows_where
 
-_APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED
+_APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED_TABLES
 # One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.
 # A record larger than `_GROUP_BYTES` is a group of its own.
 _GROUP_SIZE = 200
@@ -386,7 +386,7 @@ def _store_reencrypted(changes: _Replacements, connection: sa.Connection) -> Non
         connection.execute(_replace_if_unchanged(table), parameters)
 
 
-_ROWS = {table: sa.select(*table.table.c) for table in SEALED}
+_ROWS = {table: sa.select(*table.table.c) for table in SEALED_TABLES}
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.queries import DATA_KEYS
 from adk_secure_sessions.storage.schema import (
-    SEALED,
+    SEALED_TABLES,
     SessionRow,
     UserRow,
     apps,
@@ -26,7 +26,7 @@ from adk_secure_sessions.storage.table_walk import pages, rows_where
 
 T = TypeVar("T")
 
-_USERS, _SESSIONS = SEALED[1:3]
+_USERS, _SESSIONS = SEALED_TABLES[1:3]
 
 
 class SessionIds(NamedTuple):

@@ -159,7 +159,7 @@ def _require_keys(keys: object) -> None:
     if isinstance(keys, str) or not isinstance(keys, Sequence) or not keys:
         raise ConfigurationError("keys must be a list of one or more keys of the state")
     for key in keys:
-        index_rows.check_key(key)
+        index_rows.check_state_key(key)
 
 
 async def _identity(db: Database, app_name: str, table: sa.Table, row: Any) -> Identity | None:

@@ -33,7 +33,7 @@ from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.schema import (
     INDEX_MARK,
-    SEALED,
+    SEALED_TABLES,
     apps,
     audit_records,
     data_keys,
@@ -245,7 +245,7 @@ async def status(
     survey = await db.survey_existing()
     masters = [await _master_status(db, row, survey.existing_id) for row in survey.master_rows]
     rotations = await unfinished_rotations(db)
-    total = await estimate_rows(db, *(sealed.table for sealed in SEALED), data_keys)
+    total = await estimate_rows(db, *(sealed.table for sealed in SEALED_TABLES), data_keys)
     meter = Meter(progress, total, rows_per_second)
     keys = await count_data_keys(db, meter)
     since_of = {run.name: run.since for run in rotations if run.is_authentic is not False}

@@ -1,4 +1,4 @@
-"""The list of features in `secure_meta`, with its MAC, and the tables of features.
+"""The feature list in `secure_meta`, with its MAC, and the tables of features.
 
 A feature is an addition to format 2 that earlier releases do not know.  It is added to the list
 before the first row that uses it is stored.  Afterwards, those releases reject the database.
@@ -190,7 +190,7 @@ class Feature:
         keyring = await self._runner.keyring()
         if self._ensured_keyring is keyring:
             return True
-        # Read the table before the list of features.  Another process may be adding the feature: it
+        # Read the table before the feature list.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
         has_rows = await self._runner.data.run_sync(partial(_has_rows_of, self._name), commit=False)
         if await self._is_listed(keyring):
@@ -204,7 +204,7 @@ class Feature:
         return False
 
     async def _is_listed(self, keyring: Keyring) -> bool:
-        """Return whether the authenticated list of features contains the feature."""
+        """Return whether the authenticated feature list contains the feature."""
         survey = await self._runner.keys.run_sync(take_survey, commit=False)
         _check_list(survey, keyring)
         return self._name in survey.features

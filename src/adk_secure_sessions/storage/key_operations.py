@@ -202,7 +202,7 @@ class EnsureOwners(Write[TransactionKeys]):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[TransactionKeys]:
         rows = yield from read_rows(attempt, sql.OWNERS)
         app, user = sealed_rows.open_owners(attempt, rows)
-        app = owner_changes.upsert_app(app, {}, needs_key=True)
+        app = owner_changes.update_owner(app) if app else owner_changes.upsert_app(None, {})
         owner_changes.upsert_user(user, app.row.id, {})
         if owner_changes.changes:
             yield from apply_or_conflict(owner_changes.changes)

@@ -153,7 +153,7 @@ async def open_surveyed(
     load_features(survey, keyring)
     if known is not None:
         keyring.indexed_key_tags = known.indexed_key_tags
-    # Read the marks even if the list of features lacks the feature: otherwise, an attacker who
+    # Read the marks even if the feature list lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
     if state_index.name in survey.tables:
         marks = await read_marks(executors.data.read, keyring.index_master)

@@ -115,9 +115,7 @@ class Attempt(NamedTuple):
     key_retries: KeyRetryState  # all attempts at one operation share and change it
     row_cache: RowCache
     key_source: KeySource
-    may_use_cached_rows: (
-        bool  # a first attempt with cached keys may use cached rows instead of a read
-    )
+    may_use_cached_rows: bool  # instead of a read: in a first attempt, with cached keys
     entry_count_at_start: int = 0  # of `row_cache`: see `was_overtaken_by`
     must_lock_rows: bool = False  # after several conflicts, a write locks rows before it reads them
     commit_callbacks: list[Callable[[], None]] | None = None

@@ -260,9 +260,10 @@ def _session_variants(*history: sa.Select[Any]) -> QueryVariants:
 
 
 def _listing(*conditions: sa.ColumnElement[bool]) -> QueryVariants:
-    """Return the variants of the query for a user's sessions and collections.
+    """Return the variants of the query for a user's sessions and collections, or some of them.
 
-    Without the collections, an attacker could hide a session by marking its row as a collection.
+    A listing of sessions reads the collections, too: otherwise, an attacker could hide a session by
+    marking its row as a collection.
     """
     of_user = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
     return _variants(
@@ -554,8 +555,8 @@ LOCK_USER = _lock(users, _user_tag)
 # Long imports do not lock the app: they would wait for each other.
 LOCKS_WITHOUT_APP: Sequence[sa.Executable] = (LOCK_SESSION, LOCK_USER)
 # For transactions that do not change the row which they lock.
-LOCK_SESSION_ONLY = LOCK_SESSION.execution_options(claim=CLAIM_SESSION)
-LOCK_USER_ONLY = LOCK_USER.execution_options(claim=CLAIM_USER)
+HOLD_SESSION = LOCK_SESSION.execution_options(claim=CLAIM_SESSION)
+HOLD_USER = LOCK_USER.execution_options(claim=CLAIM_USER)
 
 _AT_ID: sa.BindParameter[int] = sa.bindparam("at_id")
 

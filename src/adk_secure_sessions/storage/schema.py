@@ -398,7 +398,7 @@ WITNESSES = SealedTable("witness", WitnessRow, witnesses, "number", ids=1)
 SESSIONS = SealedTable("session", SessionRow, sessions, "revision", ids=2)
 SNAPSHOTS = SealedTable("base", SnapshotRow, snapshots, "revision", ids=3)
 EVENTS = SealedTable("event", EventRow, events, "", ids=3)
-SEALED: tuple[SealedTable[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
+SEALED_TABLES: tuple[SealedTable[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -32,7 +32,6 @@ from adk_secure_sessions.storage.schema import (
     WITNESSES,
     AppRow,
     EventRow,
-    Identity,
     Owner,
     SealedTable,
     SessionRow,
@@ -195,15 +194,20 @@ def _decrypt_session(
                 f"{last}: {item}s were added or removed, or an older row was replayed",
                 Reason.MISMATCH,
             )
-    identity = attempt.identity._replace(user_id=user.user_id, session_id=session_id)
     snapshot = None
     if rows.reads_snapshots or not has_snapshot:
-        snapshot = _open_snapshot(attempt, rows, identity, user, row, snapshot_link)
+        ids = (attempt.identity.app_name, user.user_id, session_id)
+        snapshot = _open_snapshot(attempt, rows, ids, user, row, snapshot_link)
     return StoredSession(row, session_id, overlay, snapshot, last_link, snapshot_link)
 
 
 def _open_snapshot(
-    attempt: Attempt, rows: QueryRows, identity: Identity, user: Owner, row: SessionRow, link: bytes
+    attempt: Attempt,
+    rows: QueryRows,
+    ids: tuple[str, str, str],
+    user: Owner,
+    row: SessionRow,
+    link: bytes,
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
     with locating_errors(SNAPSHOTS.name, row.id):
@@ -216,7 +220,7 @@ def _open_snapshot(
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
             raise TamperedError("it was removed, or an older row was replayed", Reason.MISMATCH)
-        context = SNAPSHOTS.context(identity.ids, snapshot)
+        context = SNAPSHOTS.context(ids, snapshot)
         own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.record))
         if own_link != link:
             raise TamperedError(

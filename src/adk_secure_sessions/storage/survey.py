@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class FeatureName(StrEnum):
-    """The features of databases, by the names that the stored list of features contains."""
+    """The features of databases, by the names that the stored feature list contains."""
 
     COLLECTIONS = "collections"  # has collections (artifacts, memory)
     WRAPPER = "wrapper"  # its data keys also encrypt records stored elsewhere
@@ -135,7 +135,9 @@ class Survey(NamedTuple):
     @property
     def existing_id(self) -> bytes:
         """The id of a database that is not new, as the caller has checked."""
-        assert self.database_id is not None, "`require_usable` and `Database.survey` reject it"
+        assert self.database_id is not None, (
+            "`require_usable` and `Database.survey_existing` reject it"
+        )
         return self.database_id
 
     @property
@@ -150,7 +152,7 @@ class Survey(NamedTuple):
 
     @property
     def feature_list(self) -> re.Match[str]:
-        """The stored list of features, in the groups `names` and `mac`; or ConfigurationError."""
+        """The stored feature list, in the groups `names` and `mac`; or ConfigurationError."""
         match = _FEATURES_FORM.fullmatch(str(self.meta_texts.get(meta.FEATURES)))
         if match is None:
             raise ConfigurationError(

@@ -101,16 +101,13 @@ class OwnerChanges:
         self._attempt = attempt
         self._keys = attempt.keys
 
-    def upsert_app(self, app: Owner | None, delta: JsonObject, *, needs_key: bool = False) -> Owner:
-        """Insert the app, or merge *delta* into its state; return the app.
-
-        With *needs_key*, also ensure that its row names a usable data key.
-        """
+    def upsert_app(self, app: Owner | None, delta: JsonObject) -> Owner:
+        """Insert the app, or merge *delta* into its state; return the app."""
         identity = self._attempt.identity
         if app is None:
             row = AppRow(0, identity.app_tag, encode_text(identity.app_name), 0, b"")
             app = self._insert(row, "", delta)
-        elif delta or needs_key:
+        elif delta:
             app = self.update_owner(app, delta=delta)
         return app
 

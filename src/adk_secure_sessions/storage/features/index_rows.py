@@ -46,7 +46,7 @@ class IndexState(Enum):
     COMPLETE = "each session, or each user, that has the key has its row"
 
 
-def check_key(key: object) -> None:
+def check_state_key(key: object) -> None:
     """Raise ConfigurationError if *key* cannot be an indexed key of the state."""
     if not isinstance(key, str) or key in ("", USER_PREFIX):
         raise ConfigurationError(

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Steps
+from adk_secure_sessions.db.protocol import MAX_CONFLICTS, Read, Steps
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.json_text import USER_PREFIX, canonical_json, load_state
 from adk_secure_sessions.keys.keyring import Keyring
@@ -40,7 +40,7 @@ class SearchIndex:
             raise ConfigurationError("indexed_state_keys must be a sequence of keys, not one text")
         self.state_keys: tuple[str, ...] = tuple(keys)
         for key in self.state_keys:
-            index_rows.check_key(key)
+            index_rows.check_state_key(key)
         self._runner = runner
         self._feature = Feature(runner, FeatureName.STATE_INDEX)
         # The apps whose keys were declared, by the keyring that was current then.
@@ -53,7 +53,7 @@ class SearchIndex:
 
         *key* is a key of the session's state, or `user:` and a key of the user's state.
         """
-        index_rows.check_key(key)
+        index_rows.check_state_key(key)
         identity = await self._runner.identify(app_name)
         page = FindPage(identity, options, await self._runner.keyring(), key, value)
         is_configured = key in self.state_keys  # then, perhaps the app has no sessions yet
@@ -149,7 +149,7 @@ class FindPage(ListPage):
 
 @dataclass(eq=False, repr=False)
 class CheckIndexRows(StorageOperation[tuple[int, Differences] | None]):
-    """Compare the rows of a session, or of a user, with the state, for the tags of *keys*.
+    """Compare the rows of a session, or of a user, with the state, for keys with the tags *keys*.
 
     Return the row id in `secure_state_index` and the differences; None if there is no such session
     or user.
@@ -182,7 +182,7 @@ class CorrectIndexRows(Write[int]):
     of_user: bool
 
     def __post_init__(self) -> None:
-        query = sql.LOCK_USER_ONLY if self.of_user else sql.LOCK_SESSION_ONLY
+        query = sql.LOCK_USER if self.of_user else sql.LOCK_SESSION
         self.lock_queries: Sequence[sa.Executable] = (query,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
@@ -192,6 +192,7 @@ class CorrectIndexRows(Write[int]):
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
+        yield Read(sql.HOLD_USER if self.of_user else sql.HOLD_SESSION, attempt.identity.tags())
         yield from apply_or_conflict(differences.changes(row_id))
         return differences.total
 
