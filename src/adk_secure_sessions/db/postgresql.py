@@ -328,7 +328,7 @@ class _StatementRunner:
     _pooler: _PoolerDetection
     _timeout: float | None
     _in_transaction: bool = False
-    is_unusable: bool = False  # True once a statement has been interrupted
+    is_unusable: bool = False  # True once a statement was interrupted, or a ROLLBACK has failed
 
     async def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         text, names = compile_read(query)

@@ -192,6 +192,7 @@ class CorrectIndexRows(Write[int]):
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
+        # The row is locked already: on a cluster, this also claims it.
         yield Read(sql.HOLD_USER if self.of_user else sql.HOLD_SESSION, attempt.identity.tags())
         yield from apply_or_conflict(differences.changes(row_id))
         return differences.total
