@@ -101,20 +101,6 @@ async def test_connections_that_the_server_ended_meanwhile_disturb_nobody(
     record.fault(f"connections ended/{database_of(url)}", times=3 * 5, acknowledged=13)
 
 
-# Not with asyncpg on an engine of the application: there, a read meets one dead connection of the
-# pool after the other, and fails after the second.
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "encrypted-postgresql",
-        *(
-            pytest.param(name, marks=pytest.mark.soak)
-            for name in ("encrypted-mariadb", *LATER)
-            if name != "encrypted-postgresql-engine"
-        ),
-    ],
-    indirect=True,
-)
 async def test_idle_connections_that_the_network_has_dropped_disturb_nobody(
     by_proxy: tuple[Proxy, BaseSessionService],
 ) -> None:

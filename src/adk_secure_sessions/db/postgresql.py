@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import sys
+import time
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -55,10 +56,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _PLAN_IS_OUTDATED = "0A000"  # SQLSTATE: a table has changed since the statement was prepared
 _CLOSE_TIMEOUT = 5.0  # seconds to close a connection, including the cancel request
-# Two keys of a connection's `info`: the statements that were prepared on the connection, and the
-# executor's `_disposals` at the time of the checkout.
+# Three keys of a connection's `info`: the statements that were prepared on the connection, the
+# executor's `_disposals` at the time of the checkout, and when we returned it to the pool.
 _PREPARED = "adk_secure_sessions.prepared"
 _DISPOSALS = "adk_secure_sessions.disposals"
+_RETURNED = "adk_secure_sessions.returned"
 # Two options of a connection.  If one of them is 0, the application has disabled prepared
 # statements.
 _NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")
@@ -99,6 +101,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
         self._max_idle = max_idle
         self._timeout = timeout
         self._idle: list[PoolProxiedConnection] = []  # checked out of the pool, but not in use
+        self._last_loss = 0.0  # when a connection was lost, by `time.monotonic`
         self._slots = self._new_slots()
         self._finalizer = weakref.finalize(self, _close_idle, self._idle, os.getpid())
 
@@ -187,8 +190,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 usable = not (is_lost or statements.is_unusable)
                 # The network may have ended all connections that were idle, or new connections may
                 # lead to another server.
-                while self._idle and not usable:
-                    self._discard(self._idle.pop())
+                if not usable:
+                    self._last_loss = time.monotonic()
+                    while self._idle:
+                        self._discard(self._idle.pop())
                 raise translated_error from None
             finally:
                 await self._release(pooled, usable=usable)
@@ -205,9 +210,12 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 if _is_open(pooled := self._idle.pop()):
                     return pooled
                 pooled.invalidate()
-            while not _is_open(pooled := await greenlet_spawn(self._checkout)):
+            while True:
+                pooled = await greenlet_spawn(self._checkout)
+                returned = pooled.info.get(_RETURNED, self._last_loss)
+                if returned >= self._last_loss and _is_open(pooled):
+                    return pooled
                 pooled.invalidate()
-            return pooled
         except BaseException as error:
             self._slots.release()
             if not isinstance(error, Exception):
@@ -227,6 +235,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             elif self._max_idle:
                 self._idle.append(pooled)
             else:
+                pooled.info[_RETURNED] = time.monotonic()
                 await greenlet_spawn(pooled.close)
         finally:
             self._slots.release()
