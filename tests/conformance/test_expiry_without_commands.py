@@ -32,7 +32,7 @@ def expiring(url: URL, **options: Any) -> EncryptedSessionService:
 async def stored(service: EncryptedSessionService) -> int:
     """Return the number of stored sessions, also of those that have expired."""
     query = sa.select(sa.func.count()).select_from(sessions)
-    number: int = (await service._runner.data.read(query, {}))[0][0]
+    number: int = (await service._runner.data_db.read(query, {}))[0][0]
     return number
 
 
@@ -128,7 +128,7 @@ async def test_unreadable_sessions_do_not_stop_the_deletion_of_others(
             .where(sessions.c.tag.in_([one.session_tag for one in identities]))
             .values(state=b"tampered")
         )
-        await service._runner.data.run_sync(lambda connection: connection.execute(tampered))
+        await service._runner.data_db.run_sync(lambda connection: connection.execute(tampered))
         later(2 * HOUR)
         for left in (4, 4, 5):
             await service.create_session(**WHO)
@@ -140,12 +140,12 @@ async def test_other_services_delete_nothing(url: URL, later: Later) -> None:
     async with EncryptedSessionService(name, AesGcmBackend(KEY)) as service:
         await service.prepare_tables()
         # The schema on a server has the tables of other tests.
-        await service._runner.data.run_sync(_drop_index)
+        await service._runner.data_db.run_sync(_drop_index)
         await service.create_session(**WHO, expires_after=HOUR)
         later(2 * HOUR)
         await service.create_session(**WHO)
         assert await stored(service) == 2
-        indexes = await service._runner.data.run_sync(_indexes, commit=False)
+        indexes = await service._runner.data_db.run_sync(_indexes, commit=False)
         assert expiry.INDEX not in indexes
 
 
@@ -154,7 +154,7 @@ async def test_without_an_index_nothing_is_deleted(
 ) -> None:
     async with expiring(url) as service:
         await service.create_session(**WHO)
-        await service._runner.data.run_sync(_drop_index)
+        await service._runner.data_db.run_sync(_drop_index)
     async with expiring(url, create_tables=False) as service:
         await service.create_session(**WHO, expires_after=HOUR)
         later(2 * HOUR)
@@ -165,7 +165,7 @@ async def test_without_an_index_nothing_is_deleted(
     async with expiring(url) as service:
         await service.create_session(**WHO)
         assert await stored(service) == 3
-        assert expiry.INDEX in await service._runner.data.run_sync(_indexes, commit=False)
+        assert expiry.INDEX in await service._runner.data_db.run_sync(_indexes, commit=False)
 
 
 async def test_index_that_another_process_creates_at_the_same_time_is_used(
@@ -200,7 +200,7 @@ async def test_error_of_a_deletion_is_logged_and_not_raised(
     async with expiring(url) as service:
         await service.create_session(**WHO, expires_after=HOUR)
         deletion = sa.text("DELETE FROM secure_witnesses")
-        await service._runner.data.run_sync(lambda connection: connection.execute(deletion))
+        await service._runner.data_db.run_sync(lambda connection: connection.execute(deletion))
     later(2 * HOUR)
     async with expiring(url) as service:
         with caplog.at_level(logging.WARNING, "adk_secure_sessions"):

@@ -292,7 +292,7 @@ async def test_each_write_keeps_the_index(
     await service.delete_session(app_name=APP, user_id="bob", session_id="late")
     await assert_kept(arguments)
     assert (
-        await db.runner.data.run_sync(count_of_rows) == 4
+        await db.runner.data_db.run_sync(count_of_rows) == 4
     )  # of three users, and the session "two"
 
 
@@ -481,10 +481,10 @@ async def test_deleted_expired_and_erased_sessions_leave_no_row(
         app_name=APP, user_id="bob", session_id=short.id, state={"ticket": 2}
     )
     await assert_kept(arguments)
-    assert await db.runner.data.run_sync(count_of_rows) == 4  # of bob, and three sessions
+    assert await db.runner.data_db.run_sync(count_of_rows) == 4  # of bob, and three sessions
     for name in ("bob one", "bob two", "short"):
         await service.delete_session(app_name=APP, user_id="bob", session_id=name)
-    assert await db.runner.data.run_sync(count_of_rows) == 1
+    assert await db.runner.data_db.run_sync(count_of_rows) == 1
 
 
 async def test_keys_are_rotated_moved_and_separated_and_sessions_are_still_found(
@@ -527,7 +527,7 @@ async def test_index_that_was_dropped_cannot_be_searched_and_can_be_filled_again
     with pytest.raises(ConfigurationError):
         await found(service, "ticket", 1)
     assert await found(service, "user:mrn", "A") == ["one"]
-    assert await db.runner.data.run_sync(count_of_rows) == 1
+    assert await db.runner.data_db.run_sync(count_of_rows) == 1
     async with Database(**arguments) as other:
         assert (await status(other)).state_index == (1, 1, 1, 0)
         assert (await fill_index(other, APP, KEYS)).written == 1
@@ -567,7 +567,7 @@ async def test_unreadable_session_keeps_the_index_incomplete_unless_it_is_skippe
         _, one, _ = connection.scalars(sa.text("SELECT id FROM secure_sessions ORDER BY id"))
         connection.execute(row, {"id": one})
 
-    await db.runner.data.run_sync(damage)
+    await db.runner.data_db.run_sync(damage)
     filled = await fill_index(db, APP, KEYS)
     assert (filled.sessions, filled.bad, filled.complete) == (2, 1, False)
     (problem,) = filled.problems

@@ -345,7 +345,7 @@ async def test_process_that_stops_before_the_feature_is_added_leaves_a_usable_da
     service: BaseSessionService, store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
     assert not await store.feature.is_added()
-    await db.runner.data.run_sync(
+    await db.runner.data_db.run_sync(
         lambda connection: create_table_of(FeatureName.MIGRATION, connection, may_create=True)
     )
     assert not await store.feature.is_added()
@@ -360,7 +360,7 @@ async def test_removed_table_is_reported(
     store: Imports, db: Database, kind: Kind, url: URL
 ) -> None:
     await imported(store)
-    await db.runner.data.run_sync(lambda connection: migrated.drop(connection))
+    await db.runner.data_db.run_sync(lambda connection: migrated.drop(connection))
     async with maintained(url, kind) as other:
         with pytest.raises(ConfigurationError, match="secure_migrated was removed: restore it"):
             await other.keyring()
@@ -378,14 +378,14 @@ async def test_table_is_not_created_if_the_application_forbids_it(
     assert not await store.feature.is_added()
     with pytest.raises(ConfigurationError, match="create_tables is False"):
         await store.add_tombstone(APP, USER)
-    await db.runner.data.run_sync(lambda connection: migrated.create(connection))
+    await db.runner.data_db.run_sync(lambda connection: migrated.create(connection))
     assert await imported(store) is ImportStatus.NEW
 
 
 async def test_table_of_another_program_is_rejected(
     db: Database, store: Imports, kind: Kind, url: URL
 ) -> None:
-    await db.runner.data.run_sync(
+    await db.runner.data_db.run_sync(
         lambda connection: connection.execute(sa.text("CREATE TABLE secure_migrated (x INTEGER)"))
     )
     async with maintained(url, kind) as other:

@@ -196,7 +196,7 @@ async def test_running_wrapper_does_not_write_with_an_erased_key(
     async with Database(key_url, AesGcmBackend(KEY)) as db:
         await db.keyring()
         statement = "DELETE FROM {} WHERE {}"
-        await db.runner.data.run_sync(lambda c: _delete_user(c, statement))
+        await db.runner.data_db.run_sync(lambda c: _delete_user(c, statement))
     new = await create(service, "new", state={"s": 1})
     await service.append_event(new, event("text"))
     service._runner.empty_caches()

@@ -550,7 +550,7 @@ async def renew_keys(db: Database) -> None:
     """Give each app and user a new data key, as a rotation does first; re-encrypt nothing else."""
     identity, now = await db.runner.identify(APP), time.time_ns() // 1000
     await db.runner.run(RenewKey(identity, now, of_user=False))
-    for (tag,) in await db.runner.data.read(sa.select(users.c.tag), {}):
+    for (tag,) in await db.runner.data_db.read(sa.select(users.c.tag), {}):
         await db.runner.run(RenewKey(identity._replace(user_tag=tag), now, of_user=True))
 
 

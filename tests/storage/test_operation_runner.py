@@ -491,10 +491,10 @@ def test_rereads_of_two_event_loops_that_fail_leave_the_retry_due() -> None:
 # --- single statements, identities, the end -------------------------------------------------------
 
 CALLS: dict[str, Callable[[OperationRunner], object]] = {
-    "read": lambda runner: runner.data.read(None, {}),  # type: ignore[arg-type]
-    "read of keys": lambda runner: runner.keys.read(None, {}),  # type: ignore[arg-type]
-    "change": lambda runner: runner.data.run_sync(lambda connection: None),
-    "change of keys": lambda runner: runner.keys.run_sync(lambda connection: None),
+    "read": lambda runner: runner.data_db.read(None, {}),  # type: ignore[arg-type]
+    "read of keys": lambda runner: runner.key_db.read(None, {}),  # type: ignore[arg-type]
+    "change": lambda runner: runner.data_db.run_sync(lambda connection: None),
+    "change of keys": lambda runner: runner.key_db.run_sync(lambda connection: None),
 }
 
 

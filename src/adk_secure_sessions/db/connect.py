@@ -47,7 +47,7 @@ def executors_for(
     engine_kwargs: dict[str, Any] | None = None,
     read_timeout: float | None = None,
 ) -> Executors:
-    """Create the executors for the data tables and for the key tables, without connecting.
+    """Create the executors of the data database and of the key database, without connecting.
 
     *engine_kwargs* are for *db_url*; their `connect_args`, such as the time to wait for a lock, are
     also for *key_db_url* if both are SQLite files.  *read_timeout* is how many seconds one query

@@ -136,23 +136,25 @@ class Executor(Protocol):
 
 
 class Executors(NamedTuple):
-    """The executors for the data tables and for the key tables, which may be the same object."""
+    """The executors of the data database and of the key database: one object for both if the keys
+    are in the data database.
+    """
 
-    data: Executor
-    key_tables: Executor
+    data_db: Executor
+    key_db: Executor
 
     @property
     def has_key_database(self) -> bool:
-        """Whether the key tables are in a key database, separate from the data."""
-        return self.key_tables is not self.data
+        """Whether the keys are in a separate database."""
+        return self.key_db is not self.data_db
 
     async def close(self) -> None:
         """Close the connections of all executors."""
         try:
-            await self.data.close()
+            await self.data_db.close()
         finally:
             if self.has_key_database:
-                await self.key_tables.close()
+                await self.key_db.close()
 
 
 def run_steps(

@@ -265,7 +265,7 @@ class _TrailChecker:
     async def check_table(self) -> None:
         """Report a table that no feature names, and rows that no query for a chain finds."""
         report_unlisted(self.problems, self._db.unlisted_features)
-        ((number,),) = await self._db.runner.data.read(_MALFORMED_PRIMARY_KEYS, {"empty": b""})
+        ((number,),) = await self._db.runner.data_db.read(_MALFORMED_PRIMARY_KEYS, {"empty": b""})
         if number:
             detail = f"{number} rows have a chain or a number of another type: they were inserted"
             self.add_bad("", Reason.MALFORMED, detail)
@@ -276,7 +276,7 @@ class _TrailChecker:
         Neither is authenticated.
         """
         query, size = (_CHAINS, _columns.chain), self._db.limits.ids_per_statement
-        return each(pages(self._db.runner.data.read, *query, size, lambda *row: row, empty=b""))
+        return each(pages(self._db.runner.data_db.read, *query, size, lambda *row: row, empty=b""))
 
     async def check(
         self,
@@ -295,7 +295,7 @@ class _TrailChecker:
         cipher = self.keyring.index_master.audit_cipher(self.keyring.database_id, chain)
         logged = self._logged_links.get(chain, {})
         last_record: _LastRecord | None = None
-        read, size = self._db.runner.data.read, self._db.limits.rows_per_statement
+        read, size = self._db.runner.data_db.read, self._db.limits.rows_per_statement
         stored = pages(read, _RECORDS, _columns.number, size, lambda *row: row, chain=chain)
         async for number, moment, record in each(stored):
             await self.meter.advance()
@@ -357,7 +357,7 @@ class _TrailChecker:
 
     async def check_purged(self) -> None:
         query = _STORED_CHAINS, _columns.chain
-        for (chain,) in await rows_where(self._db.runner.data.read, *query, self.purged_heads):
+        for (chain,) in await rows_where(self._db.runner.data_db.read, *query, self.purged_heads):
             detail = "the chain was purged, and is stored again: it was replayed"
             self.add_bad(chain.hex(), Reason.MISMATCH, detail)
 

@@ -102,7 +102,7 @@ async def estimate_rows(db: Database, *tables: sa.Table) -> int:
 
 async def count_items(db: Database) -> int:
     """Return the number of items of all collections, which is the sum of their revisions."""
-    ((items,),) = await db.runner.data.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
+    ((items,),) = await db.runner.data_db.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
     return clamped(items)
 
 
@@ -130,8 +130,10 @@ async def count_records(
         table = key.table
         # Spans of sessions, so that one query counts all events of a session.
         walked = sessions.c.id if table in (snapshots, events) else key
-        async for row_range in row_ranges(db.runner.data.read, walked, db.limits.ids_per_statement):
-            groups = await row_range.read(db.runner.data.read, query, key)
+        async for row_range in row_ranges(
+            db.runner.data_db.read, walked, db.limits.ids_per_statement
+        ):
+            groups = await row_range.read(db.runner.data_db.read, query, key)
             keys_of = await data_keys_by_owner(db, {owner for owner, *_ in groups})
             newer_keys |= {row.id for keys in keys_of.values() for row in keys.newer}
             current_ids = {
@@ -200,7 +202,7 @@ async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, 
     several = [owner for owner, rows in keys.items() if len(rows) > 1]
     key_id_of: dict[object, int | None] = {}  # the key ids in the headers of the owners' rows
     for table, query in _HEADERS.items():
-        for tag, header in await rows_where(db.runner.data.read, query, table.c.tag, several):
+        for tag, header in await rows_where(db.runner.data_db.read, query, table.c.tag, several):
             _, key_id_of[tag] = parse_header_or_none(header) or (None, None)
     return {owner: split_at_current(rows, [key_id_of.get(owner)]) for owner, rows in keys.items()}
 

@@ -145,7 +145,7 @@ class Database(HoldsSecrets, ClosedByWith):
 
     def use_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database."""
-        data = self._all_executors.data
+        data = self._all_executors.data_db
         self.runner.executors = self._all_executors if in_key_database else Executors(data, data)
 
     def require_files(self, *, of_keys: bool = True) -> None:
@@ -189,7 +189,7 @@ class Database(HoldsSecrets, ClosedByWith):
             table = sessions if has_table(connection, sessions) else None
             return describe(connection, table, "updated_at", ~IS_COLLECTION)
 
-        description = await self.runner.data.run_sync(work, commit=False)
+        description = await self.runner.data_db.run_sync(work, commit=False)
         # The time is not authenticated: a modified time may have another type.
         is_time = isinstance(description.updated_at, int)
         return description if is_time else description._replace(updated_at=None)
@@ -199,7 +199,7 @@ class Database(HoldsSecrets, ClosedByWith):
         file = self._files[0]
         if file is not None and not file.exists():
             return True  # opening the database would create the file
-        survey = await retried(lambda: survey_database(self.runner.executors.data))
+        survey = await retried(lambda: survey_database(self.runner.executors.data_db))
         return survey.format_version is None
 
     async def keyring(self) -> Keyring:
@@ -215,7 +215,7 @@ class Database(HoldsSecrets, ClosedByWith):
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
         """Return the function that reads *table*, a key table or another one."""
-        return (self.runner.keys if table in (keyring, data_keys) else self.runner.data).read
+        return (self.runner.key_db if table in (keyring, data_keys) else self.runner.data_db).read
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
@@ -228,7 +228,7 @@ class Database(HoldsSecrets, ClosedByWith):
         if is_recorded or not keyring.has_audit_table or keyring.separation is not None:
             return
         is_listed = FeatureName.AUDIT in keyring.features
-        if not is_listed and await self.runner.data.read(_ANY_RECORD, {}):
+        if not is_listed and await self.runner.data_db.read(_ANY_RECORD, {}):
             self.unlisted_features.add(FeatureName.AUDIT)
         if command is None:
             return

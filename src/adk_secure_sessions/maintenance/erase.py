@@ -153,7 +153,7 @@ async def erase_user(
     # A feature list without `migration` does not prove that nothing was imported: an attacker
     # may have replayed an older list for the time of the erasure.
     find_table = partial(has_table, table=migrated)
-    has_migration_table = await db.runner.data.run_sync(find_table, commit=False)
+    has_migration_table = await db.runner.data_db.run_sync(find_table, commit=False)
     if has_migration_table and not dry_run:
         await db.imports.add_tombstone(app_name, user_id)
     headers: set[bytes] = set()
@@ -170,9 +170,9 @@ async def erase_user(
     keys_are_deleted = False
     try:
         if has_key_database:  # delete the keys first: then nobody can decrypt the rows
-            await db.runner.keys.run_sync(partial(delete, deletes_rows=False))
+            await db.runner.key_db.run_sync(partial(delete, deletes_rows=False))
             keys_are_deleted = bool(deleted[data_keys.name]) and not dry_run
-        await db.runner.data.run_sync(partial(delete, deletes_keys=not has_key_database))
+        await db.runner.data_db.run_sync(partial(delete, deletes_keys=not has_key_database))
     except SecureSessionError as error:
         if not keys_are_deleted:
             raise
@@ -189,7 +189,7 @@ async def erase_user(
     obstacle = "nothing was deleted"
     if not dry_run:
         obstacle = await clear_deleted_bytes(
-            executors.key_tables, data_keys, db.limits.lock_wait, rewrites_table=rewrite
+            executors.key_db, data_keys, db.limits.lock_wait, rewrites_table=rewrite
         )
     return Erasure(
         data_keys=deleted[data_keys.name],

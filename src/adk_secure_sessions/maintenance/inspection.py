@@ -121,7 +121,7 @@ async def lookup(
             tags.append(("collection", sessions, ids.session_tag))
     locations = []
     for kind, table, tag in tags:
-        rows = await db.runner.data.read(select_id_by_tag(table), {"tag": tag})
+        rows = await db.runner.data_db.read(select_id_by_tag(table), {"tag": tag})
         row_id = next((row_id for (row_id,) in rows), None)
         locations.append(Location(kind, table.name, tag.hex(), row_id))
     return tuple(locations)

@@ -152,7 +152,7 @@ class _Move:
         self._db = db
         self._progress = progress
         self._run_id = secrets.token_hex(16)
-        data, keys = db.runner.data, db.runner.keys
+        data, keys = db.runner.data_db, db.runner.key_db
         self._to: KeyPlace = to
         self._to_key_db = to == "key-db"
         self._source, self._target = (data, keys) if self._to_key_db else (keys, data)
@@ -176,7 +176,7 @@ class _Move:
                 await side.run_sync(partial(self._take_over, survey.meta_texts))
         if not state.is_switched:
             await self._park_and_copy(state)
-            await self._db.runner.data.run_sync(self._switch)
+            await self._db.runner.data_db.run_sync(self._switch)
             state = await self._survey_and_check()
         source, target = state.source, state.target
         target_keys = await _fingerprint(self._target)
@@ -195,7 +195,7 @@ class _Move:
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_unchecked()
-        await self._db.runner.keys.run_sync(_reject_in_memory, commit=False)
+        await self._db.runner.key_db.run_sync(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
         if data.database_id is None:

@@ -158,7 +158,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
     All events of one session are one tuple.
     """
-    read = db.runner.data.read
+    read = db.runner.data_db.read
     for key, query in _ORPHAN_QUERIES.items():
         if key.table in tables:
             # The events of a session are many, so divide them by the ids of sessions.

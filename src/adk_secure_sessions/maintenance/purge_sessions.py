@@ -89,7 +89,7 @@ async def purge_sessions(
 
     await db.keyring()  # report a wrong key or a missing database before the query below runs
     times = {"before": cutoff, "now": now}
-    ((total,),) = await db.runner.data.read(_NUMBER_OF_OUTDATED, times)
+    ((total,),) = await db.runner.data_db.read(_NUMBER_OF_OUTDATED, times)
     meter = Meter(progress, int(total), rows_per_second)
     problems = Problems()
     is_unknown = app_name is not None and not await is_stored(db, app_name, user_id)

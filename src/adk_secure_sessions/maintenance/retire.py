@@ -141,12 +141,12 @@ async def retire(
     await reject_orphans(db)
     throttle = Meter(rate=rows_per_second)
     await _reject_unreadable_sessions(db, throttle)
-    ((total,),) = await db.runner.keys.read(_NUMBER_OF_OWNERS, {})
+    ((total,),) = await db.runner.key_db.read(_NUMBER_OF_OWNERS, {})
     meter = Meter(progress, int(total))
     kept_keys: CappedList[KeptKey] = CappedList()
     deleted, spare = Counter[int](), 0  # data keys by the id of their master
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
-    read = db.runner.keys.read
+    read = db.runner.key_db.read
     owners = pages(read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner)
     async for owner in each(owners):
         keys = await _retire_data_keys(db, owner, dry_run, throttle)
@@ -171,7 +171,7 @@ async def retire(
         master_ids = (*(one for one in master_ids if one not in stored), *deleted_ids)
         return kept
 
-    kept_keys.extend(await db.runner.keys.run_sync(retire_masters, commit=not dry_run))
+    kept_keys.extend(await db.runner.key_db.run_sync(retire_masters, commit=not dry_run))
     return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.items), spare)
 
 
@@ -230,7 +230,7 @@ async def _retire_data_keys(
         deleted = [row for row in deleted if row not in stored] + divided.deletable
         return divided
 
-    divided = await db.runner.data.run_sync(divide_and_delete, commit=not dry_run)
+    divided = await db.runner.data_db.run_sync(divide_and_delete, commit=not dry_run)
     if not has_key_database:
         return divided._replace(deletable=deleted)
     if divided.deletable and not dry_run:
@@ -239,7 +239,7 @@ async def _retire_data_keys(
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.keys.run_sync(partial(_delete_keys, divided.deletable))
+        await db.runner.key_db.run_sync(partial(_delete_keys, divided.deletable))
     return divided
 
 

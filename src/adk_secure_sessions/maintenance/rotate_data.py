@@ -196,7 +196,7 @@ async def _records_of_sessions(
         parameters = {**row_range.parameters, "user_row": user_row, "wanted_header": wanted_header}
         for table in (_SNAPSHOTS, _EVENTS):
             query = _select_keys_under_other_headers(table)
-            read, key = db.runner.data.read, table.key_columns
+            read, key = db.runner.data_db.read, table.key_columns
             async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
                 readable = [row for row in sizes if row[0] in ids_of]
                 for group in grouped(readable, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
@@ -215,7 +215,7 @@ async def _witness_records(
 async def _read_by_keys(
     db: Database, table: SealedTable[Any], keys: Iterable[tuple[Any, ...]]
 ) -> list[Any]:
-    rows = await rows_where(db.runner.data.read, _ROWS[table], table.key_columns, keys)
+    rows = await rows_where(db.runner.data_db.read, _ROWS[table], table.key_columns, keys)
     return [table.row_type(*row) for row in rows]
 
 
@@ -242,9 +242,9 @@ class DataRotationRun(RotationRun[DataRotation]):
     async def _before_passes(self) -> None:
         # Before `NoOpBackend` writes a record, store that the database contains plaintext records.
         if self._db.runner.backends.stores_plaintext and not self._dry_run:
-            await self._db.runner.data.run_sync(meta.mark_plaintext)
+            await self._db.runner.data_db.run_sync(meta.mark_plaintext)
             if self._db.runner.executors.has_key_database:
-                await self._db.runner.keys.run_sync(meta.mark_plaintext)
+                await self._db.runner.key_db.run_sync(meta.mark_plaintext)
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.reencrypted
@@ -293,7 +293,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         if renewed.orphaned:
             # The owner was erased after the key was stored in the key database: delete the key.
             query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned))
-            await self._db.runner.keys.run_sync(
+            await self._db.runner.key_db.run_sync(
                 lambda connection: connection.execute(query).close()
             )
 
@@ -344,7 +344,7 @@ class DataRotationRun(RotationRun[DataRotation]):
             decrypt_new = partial(_decrypt, keys, owner_tag, context, record.table, sealed)
             require_same_plaintext(record.table.name, record.name, plaintext, decrypt_new)
             changes.setdefault(record.table, []).append((record, sealed))
-        await self._db.runner.data.run_sync(partial(_store_reencrypted, changes))
+        await self._db.runner.data_db.run_sync(partial(_store_reencrypted, changes))
         for table, replaced in changes.items():
             new_records = {record.key: sealed for record, sealed in replaced}
             for row in await _read_by_keys(self._db, table, new_records):

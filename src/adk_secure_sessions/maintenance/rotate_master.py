@@ -139,7 +139,7 @@ class _MasterRotationRun(RotationRun[MasterRotation]):
             await unwrap_master_key(created, {root.key_id: root}, database_id)
             # The new row changes the number of rows: at the latest when a service stores a data
             # key, it detects that, and reads the keyring again.
-            await self._db.runner.keys.run_sync(partial(store_master_keys, survey, [created]))
+            await self._db.runner.key_db.run_sync(partial(store_master_keys, survey, [created]))
 
     async def _replace_old_keys(self) -> bool:
         before = self.result.rotated
@@ -167,9 +167,9 @@ class _MasterRotationRun(RotationRun[MasterRotation]):
         for before, after in pairs:
             decrypt = partial(unwrap_data_key, after, keyring)
             require_same_plaintext(data_keys.name, after.id, keys[before], decrypt)
-        await self._db.runner.keys.run_sync(partial(_store_rewrapped, pairs, master_id))
+        await self._db.runner.key_db.run_sync(partial(_store_rewrapped, pairs, master_id))
         new_rows = {after for _, after in pairs}
-        read, ids = self._db.runner.keys.read, [before.id for before, _ in pairs]
+        read, ids = self._db.runner.key_db.read, [before.id for before, _ in pairs]
         stored_rows = await rows_where(read, DATA_KEYS, data_keys.c.id, ids)
         self.result.rotated += sum(DataKeyRow(*values) in new_rows for values in stored_rows)
 

@@ -73,7 +73,7 @@ async def rotate_root(db: Database, *, dry_run: bool = False) -> RootRotation:
     new_rows = await gather_all(*(rewrap(row) for row in old_rows))
     if new_rows and not dry_run:
         await db.keyring()  # stores the record of this command in the audit trail
-        if not await db.runner.keys.run_sync(partial(store_master_keys, survey, new_rows)):
+        if not await db.runner.key_db.run_sync(partial(store_master_keys, survey, new_rows)):
             raise SecureSessionError(
                 "secure_keyring was changed meanwhile, perhaps by another rotation: run `status`"
             )

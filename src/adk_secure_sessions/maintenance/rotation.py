@@ -170,7 +170,7 @@ class RotationRun(ABC, Generic[R]):
         if self._dry_run or self.result.left or self.result.bad:
             await self._reject_other_rotation()
         else:
-            await self._db.runner.data.run_sync(self._remove_checkpoint)
+            await self._db.runner.data_db.run_sync(self._remove_checkpoint)
         self._meter.finish()
         return self.result
 
@@ -204,7 +204,7 @@ class RotationRun(ABC, Generic[R]):
         """Raise SecureSessionError if another rotation was started after this one."""
         if self._dry_run:
             return
-        for (value,) in await self._db.runner.data.read(meta.VALUE, {"name": self._checkpoint}):
+        for (value,) in await self._db.runner.data_db.read(meta.VALUE, {"name": self._checkpoint}):
             self._reject_other_checkpoint(value)
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
@@ -214,7 +214,7 @@ class RotationRun(ABC, Generic[R]):
             own: dict[str, str] = {}
             if not restart:
                 name = {"name": self._checkpoint}
-                for (text,) in await self._db.runner.data.read(meta.VALUE, name):
+                for (text,) in await self._db.runner.data_db.read(meta.VALUE, name):
                     own[self._checkpoint] = text
             index_master = (await self._db.keyring()).index_master
             for rotation in parse_checkpoints(own, index_master):
@@ -231,7 +231,7 @@ class RotationRun(ABC, Generic[R]):
             mac = index_master.mac("checkpoint", self._checkpoint, str(self.result.since))
             write = partial(self._store_checkpoint, f"{self.result.since} {mac.hex()}", restart)
             # If another run has just begun the rotation, continue the rotation of that run.
-            if self._dry_run or await self._db.runner.data.run_sync(write):
+            if self._dry_run or await self._db.runner.data_db.run_sync(write):
                 return
 
     def _store_checkpoint(self, value: str, replaces: bool, connection: sa.Connection) -> bool:
@@ -298,7 +298,7 @@ async def rotation_start_time(db: Database) -> int:
     for master in await authenticated_data_masters(db, await db.survey_existing()):
         latest = max(latest, after_creation(keyring_table, master))
     keyring = await db.keyring()
-    read, size = db.runner.keys.read, db.limits.ids_per_statement
+    read, size = db.runner.key_db.read, db.limits.ids_per_statement
     later = pages(read, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for key in each(later):
         if can_unwrap(key, keyring):

@@ -76,7 +76,7 @@ async def scan_sessions(
     from `SESSION_ROWS`; *parameters* are its bind parameters.
     """
     query, size = SESSION_ROWS if query is None else query, db.limits.rows_per_statement
-    walk = pages(db.runner.data.read, query, sessions.c.id, size, SessionRow, **parameters)
+    walk = pages(db.runner.data_db.read, query, sessions.c.id, size, SessionRow, **parameters)
     async for rows in walk:
         yield await _with_ids(db, rows)
 
@@ -99,7 +99,7 @@ def app_name_of(stored: object) -> str:
 
 def scan_data_keys(db: Database) -> AsyncIterator[list[DataKeyRow]]:
     size = db.limits.ids_per_statement
-    return pages(db.runner.keys.read, DATA_KEYS, data_keys.c.id, size, DataKeyRow)
+    return pages(db.runner.key_db.read, DATA_KEYS, data_keys.c.id, size, DataKeyRow)
 
 
 class OwnerRow(NamedTuple):
@@ -118,7 +118,7 @@ class OwnerRow(NamedTuple):
 def scan_owners(db: Database, table: sa.Table) -> AsyncIterator[list[OwnerRow]]:
     """Yield all rows of *table* in pages; the table is `secure_apps` or `secure_users`."""
     size = db.limits.rows_per_statement
-    return pages(db.runner.data.read, _OWNERS[table], table.c.id, size, OwnerRow)
+    return pages(db.runner.data_db.read, _OWNERS[table], table.c.id, size, OwnerRow)
 
 
 _WITH_APP = users.outerjoin(apps, apps.c.id == users.c.app_row)
@@ -148,7 +148,7 @@ async def read_owner(
 async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.DecryptedOwner | None:
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
     for table, query in _OWNERS.items():
-        for row in await rows_where(db.runner.data.read, query, table.c.tag, [tag]):
+        for row in await rows_where(db.runner.data_db.read, query, table.c.tag, [tag]):
             return await read_owner(db, table, OwnerRow(*row))
     return None
 
@@ -165,7 +165,7 @@ async def _with_ids(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSes
 async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[ScannedSession]:
     owners: dict[object, tuple[UserRow, object]] = {}
     user_rows = {row.user_row for row in rows}
-    read = db.runner.data.read
+    read = db.runner.data_db.read
     for *user, app_name in await rows_where(read, _USERS_WITH_APP, users.c.id, user_rows):
         owners[user[0]] = UserRow(*user), app_name
     keys = await db.runner.unwrap_data_keys(*(user.tag for user, _ in owners.values()))
@@ -173,7 +173,7 @@ async def _decrypt_all(db: Database, rows: Sequence[SessionRow]) -> list[Scanned
 
 
 async def _stored_rows(db: Database, row_ids: Iterable[int]) -> list[SessionRow]:
-    rows = await rows_where(db.runner.data.read, SESSION_ROWS, sessions.c.id, row_ids)
+    rows = await rows_where(db.runner.data_db.read, SESSION_ROWS, sessions.c.id, row_ids)
     return sorted(SessionRow(*row) for row in rows)
 
 
@@ -219,7 +219,7 @@ async def is_stored(db: Database, app_name: str, user_id: str | None = None) -> 
     """Return whether the app or, with *user_id*, its user has a row, which is not authenticated."""
     ids = await db.runner.identify(app_name, user_id or "")
     table, tag = (apps, ids.app_tag) if user_id is None else (users, ids.user_tag)
-    return bool(await db.runner.data.read(select_id_by_tag(table), {"tag": tag}))
+    return bool(await db.runner.data_db.read(select_id_by_tag(table), {"tag": tag}))
 
 
 def header_column(column: sa.Column[Any]) -> sa.ColumnElement[Any]:

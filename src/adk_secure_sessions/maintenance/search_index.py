@@ -129,7 +129,7 @@ async def fill_index(
     if result.complete:  # otherwise, a row without a session may be that of a session with a bad id
         app_tag = (await db.runner.identify(app_name)).app_tag
         result.removed = await _delete_rows(db, tags, *index_orphan_conditions(app_tag))
-        await db.runner.data.run_sync(partial(index_rows.complete, await db.keyring(), tags))
+        await db.runner.data_db.run_sync(partial(index_rows.complete, await db.keyring(), tags))
     meter.finish()
     return result
 
@@ -151,7 +151,7 @@ async def drop_index(db: Database, app_name: str, keys: Sequence[str]) -> IndexC
         return IndexChange()
     tags = {index_master.state_key_tag(app_name, key) for key in keys}
     # Without its mark, a key cannot be searched, even if this process stops before the end.
-    await db.runner.data.run_sync(partial(index_rows.withdraw, tags))
+    await db.runner.data_db.run_sync(partial(index_rows.withdraw, tags))
     return IndexChange(removed=await _delete_rows(db, tags))
 
 
@@ -179,10 +179,10 @@ async def _delete_rows(db: Database, tags: Iterable[bytes], *where: sa.ColumnEle
     deleted = 0
     query = sa.delete(state_index).where(state_index.c.key_tag.in_(sorted(tags)), *where)
     async for row_range in row_ranges(
-        db.runner.data.read, state_index.c.row_id, db.limits.ids_per_statement
+        db.runner.data_db.read, state_index.c.row_id, db.limits.ids_per_statement
     ):
         within = query.where(*row_range.conditions(state_index.c.row_id))
-        deleted += await db.runner.data.run_sync(
+        deleted += await db.runner.data_db.run_sync(
             partial(_rows_changed, within, row_range.parameters)
         )
     return deleted

@@ -133,7 +133,7 @@ async def separate(
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
     since = {"since": separation.since}
-    ((count,),) = await db.runner.keys.read(_NUMBER_OF_OLD_DATA_KEYS, since)
+    ((count,),) = await db.runner.key_db.read(_NUMBER_OF_OLD_DATA_KEYS, since)
     result.kept = len(old_master_ids) + int(count)
     result.complete = are_replaced and not result.kept
     if result.complete:
@@ -185,10 +185,10 @@ async def _begin_separation(db: Database) -> None:
     rewrap = partial(rewrap_master_key, roots=roots, database_id=old_id, new_database_id=new_id)
     wrapped = await gather_all(*(rewrap(row) for row in survey.master_rows))
     meta_texts = separation_rows(separation, keyring.index_master, new_id, survey.features)
-    if not await db.runner.keys.run_sync(partial(_store_separation, survey, wrapped, meta_texts)):
+    if not await db.runner.key_db.run_sync(partial(_store_separation, survey, wrapped, meta_texts)):
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
-        await db.runner.data.run_sync(partial(_store_new_id, old_id.hex(), new_id.hex()))
+        await db.runner.data_db.run_sync(partial(_store_new_id, old_id.hex(), new_id.hex()))
     await db.close()  # the next call opens the database with its new id
 
 
@@ -203,7 +203,7 @@ async def _complete_new_id(db: Database) -> None:
         return
     require_usable(survey, TableSet.KEYS, create_tables=False)
     await db.open_surveyed(survey)
-    await db.runner.data.run_sync(partial(_store_new_id, old_id, survey.existing_id.hex()))
+    await db.runner.data_db.run_sync(partial(_store_new_id, old_id, survey.existing_id.hex()))
 
 
 async def _drop_rows_of_original(db: Database) -> None:
@@ -219,7 +219,7 @@ async def _drop_rows_of_original(db: Database) -> None:
             if table.name in tables:
                 connection.execute(sa.delete(table)).close()
 
-    await db.runner.data.run_sync(empty)
+    await db.runner.data_db.run_sync(empty)
     # Forget this run's audit trail: its first record was deleted.  A completed run stores both
     # records again at its end.
     if running := running_command():
@@ -273,5 +273,5 @@ async def _end_separation(db: Database, keyring: Keyring) -> None:
         meta.put(connection, meta.MIGRATION_MARK, None)
         return True
 
-    if not await db.runner.keys.run_sync(end):
+    if not await db.runner.key_db.run_sync(end):
         raise SecureSessionError(_CHANGED, retryable=True)

@@ -282,8 +282,8 @@ _TRAIL = sa.select(
 async def _migration_status(db: Database, survey: Survey) -> MigrationStatus | None:
     if FeatureName.MIGRATION not in survey.features:
         return None
-    ((sessions,),) = await db.runner.data.read(_COPIED, {})
-    ((tombstones,),) = await db.runner.data.read(_TOMBSTONES, {})
+    ((sessions,),) = await db.runner.data_db.read(_COPIED, {})
+    ((tombstones,),) = await db.runner.data_db.read(_TOMBSTONES, {})
     is_complete = meta.MIGRATION_MARK in survey.meta_texts
     is_authentic = None
     if is_complete and await _index_master(db) is not None:
@@ -297,9 +297,9 @@ async def _migration_status(db: Database, survey: Survey) -> MigrationStatus | N
 async def _index_status(db: Database, survey: Survey) -> IndexStatus | None:
     if state_index.name not in survey.tables:
         return None
-    ((rows,),) = await db.runner.data.read(_INDEXED, {})
+    ((rows,),) = await db.runner.data_db.read(_INDEXED, {})
     index_master = await _index_master(db)
-    marks = await index_rows.read_marks(db.runner.data.read, index_master)
+    marks = await index_rows.read_marks(db.runner.data_db.read, index_master)
     if index_master is None:
         return IndexStatus(int(rows), len(marks), None, None)
     complete = sum(state is index_rows.IndexState.COMPLETE for _, state in marks)
@@ -310,7 +310,7 @@ async def _index_status(db: Database, survey: Survey) -> IndexStatus | None:
 async def _trail_status(db: Database, survey: Survey) -> TrailStatus | None:
     if audit_records.name not in survey.tables:
         return None
-    ((records, chains, since),) = await db.runner.data.read(_TRAIL, {})
+    ((records, chains, since),) = await db.runner.data_db.read(_TRAIL, {})
     # A modified time may have another type.
     return TrailStatus(int(records), int(chains), since if isinstance(since, int) else None)
 

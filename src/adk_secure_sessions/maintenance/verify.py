@@ -140,7 +140,7 @@ class _Verifier:
         self._complete_index_tags: set[bytes] = set()
 
     async def check_marks(self) -> None:
-        read = self._db.runner.data.read
+        read = self._db.runner.data_db.read
         for tag, state in await index_rows.read_marks(read, self._index_master):
             self.needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
@@ -200,7 +200,7 @@ class _Verifier:
         macs = await self._db.imports.macs()
         size = self._db.limits.ids_per_statement
         query, key = _IMPORTED, migrated.c.tag
-        async for rows in pages(self._db.runner.data.read, query, key, size, lambda *row: row):
+        async for rows in pages(self._db.runner.data_db.read, query, key, size, lambda *row: row):
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self.needed_features.add(FeatureName.MIGRATION)
@@ -295,7 +295,7 @@ async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Mete
         stored_tags = {
             tag
             for column, query in _OWNER_TAGS.items()
-            for (tag,) in await rows_where(db.runner.data.read, query, column, owners)
+            for (tag,) in await rows_where(db.runner.data_db.read, query, column, owners)
         }
         lost = [row for row in rows if row.owner not in stored_tags and not _may_be_new(db, row)]
         # An erasure may have deleted the owner's row after the data keys were read here.  It has

@@ -87,7 +87,7 @@ class AdkTarget(ClosedByWith):
             self._file = file_of(parsed)
             if self._file is None:
                 raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
-        self._executor = executors_for(parsed).data
+        self._executor = executors_for(parsed).data_db
         self._url = parsed
         self._dialect = parsed.get_backend_name()
 

@@ -89,7 +89,7 @@ class EncryptedSource(Source):
         if selection.app_name is not None:
             parameters["app_tag"] = (await self._db.runner.identify(selection.app_name)).app_tag
         query = _COUNT if selection.app_name is None else _COUNT_OF_APP
-        ((number,),) = await self._db.runner.data.read(query, parameters)
+        ((number,),) = await self._db.runner.data_db.read(query, parameters)
         return int(number)
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
@@ -135,7 +135,7 @@ class EncryptedSource(Source):
         store, encrypted with keys of their own.
         """
         await self._db.keyring()
-        return bool(await self._db.runner.data.read(_ANY_COLLECTION, {}))
+        return bool(await self._db.runner.data_db.read(_ANY_COLLECTION, {}))
 
     async def close(self) -> None:
         await self._db.close()
@@ -145,7 +145,7 @@ class EncryptedSource(Source):
         sizes: Counter[int] = Counter()
         for query in _SIZES_OF_EVENTS, _SIZES_OF_SNAPSHOTS:
             key = query.selected_columns[0]
-            for row, size in await rows_where(self._db.runner.data.read, query, key, ids):
+            for row, size in await rows_where(self._db.runner.data_db.read, query, key, ids):
                 sizes[row] += clamped(size)
         return sizes
 

@@ -216,7 +216,7 @@ class _MigrationRun:
         if self.scan.index_master is not None:
             mark = await self.target.imports.migration_mark()
             self.source_is_erased = mark is not None and mark.source_is_erased
-            dialect = await self.target.runner.data.run_sync(dialect_of, commit=False)
+            dialect = await self.target.runner.data_db.run_sync(dialect_of, commit=False)
             number = _IMPORTS_AT_ONCE if dialect.is_server else _IMPORTS_ON_SQLITE
         async for sessions in self.scan.sessions():
             # The first session of each app and of each user is copied before the others.  Imports

@@ -188,7 +188,7 @@ class SourceScan:
             return copies
         parameters = {} if app_name is None else {"app_tag": self.tag((app_name,))}
         query, size = _select_copies(app_name is not None), target.limits.ids_per_statement
-        read, key = target.runner.data.read, migrated.c.tag
+        read, key = target.runner.data_db.read, migrated.c.tag
         async for rows in pages(read, query, key, size, lambda *row: row, **parameters):
             for tag, row in rows:
                 key_tag = tag if isinstance(tag, bytes) else b""  # a modified tag: any type
@@ -201,7 +201,7 @@ class SourceScan:
             return [SessionItem(session.ids, None, session=session) for session in batch]
         tags = {session: self.tag(session.ids) for session in batch}
         # Read these before the copies: one transaction stores a copy and its row.
-        read, wanted = self.target.runner.data.read, filter(None, tags.values())
+        read, wanted = self.target.runner.data_db.read, filter(None, tags.values())
         stored_tags = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, wanted)}
         known_ids = (session.ids for session in batch if not session.reason)
         copies = await self.target.imports.rows_for(known_ids)

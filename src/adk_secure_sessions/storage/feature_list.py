@@ -180,9 +180,9 @@ class Feature:
                 create = partial(
                     create_table_of, self._name, may_create=self._runner.creates_tables
                 )
-                await self._runner.data.run_sync(create)
+                await self._runner.data_db.run_sync(create)
             # If the process stops before this, the next call adds the feature.
-            await self._runner.keys.run_sync(partial(add_feature, self._name, keyring))
+            await self._runner.key_db.run_sync(partial(add_feature, self._name, keyring))
             self._ensured_keyring = keyring
 
     async def is_added(self) -> bool:
@@ -192,7 +192,9 @@ class Feature:
             return True
         # Read the table before the feature list.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
-        has_rows = await self._runner.data.run_sync(partial(_has_rows_of, self._name), commit=False)
+        has_rows = await self._runner.data_db.run_sync(
+            partial(_has_rows_of, self._name), commit=False
+        )
         if await self._is_listed(keyring):
             self._ensured_keyring = keyring
             return True
@@ -205,6 +207,6 @@ class Feature:
 
     async def _is_listed(self, keyring: Keyring) -> bool:
         """Return whether the authenticated feature list contains the feature."""
-        survey = await self._runner.keys.run_sync(take_survey, commit=False)
+        survey = await self._runner.key_db.run_sync(take_survey, commit=False)
         _check_list(survey, keyring)
         return self._name in survey.features

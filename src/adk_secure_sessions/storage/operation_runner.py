@@ -159,7 +159,7 @@ class Attempt(NamedTuple):
     async def read(self, query: sql.QueryVariants, **parameters: object) -> sql.QueryRows:
         """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
         values = {**self.identity.tags(), **parameters}
-        answer = await self.executors.data.read(self.variant_of(query), values)
+        answer = await self.executors.data_db.read(self.variant_of(query), values)
         return self.unwrap_rows(query, answer)
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
@@ -256,7 +256,7 @@ def empty_caches() -> None:
 class OperationRunner:
     """Runs operations on one database, which it opens on first use.
 
-    *backends* is None if only `data` and `keys` are used.
+    *backends* is None if only `data_db` and `key_db` are used.
     *open_keyring* reads the keyring and unwraps its keys; its argument is None, or a keyring whose
     keys need not be unwrapped again.  *before_use* is called with the keyring each time before the
     keys or the caches are used.  *keyring_pause*: see `reread_keyring`.
@@ -287,12 +287,12 @@ class OperationRunner:
         return self._backends
 
     @property
-    def data(self) -> RetryingExecutor:
-        return RetryingExecutor(self.executors.data)
+    def data_db(self) -> RetryingExecutor:
+        return RetryingExecutor(self.executors.data_db)
 
     @property
-    def keys(self) -> RetryingExecutor:
-        return RetryingExecutor(self.executors.key_tables)
+    def key_db(self) -> RetryingExecutor:
+        return RetryingExecutor(self.executors.key_db)
 
     async def keyring(self) -> Keyring:
         return (await self._ensure_open()).keys.keyring
@@ -400,7 +400,7 @@ class OperationRunner:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         tags = [identity.app_tag, identity.user_tag]
-                        rows = await read_data_keys(self.executors.key_tables.read, tags)
+                        rows = await read_data_keys(self.executors.key_db.read, tags)
                         keys.unwrap(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt)
                 except CachedRowOutdated:
@@ -455,7 +455,7 @@ class OperationRunner:
 
     async def read_data_keys_with_retries(self, owner_tags: Iterable[object]) -> sql.QueryRows:
         """Do the same as the function `read_data_keys`; repeat it if the connection is lost."""
-        return await read_data_keys(self.keys.read, owner_tags)
+        return await read_data_keys(self.key_db.read, owner_tags)
 
     async def unwrap_data_keys(self, *owner_tags: object) -> TransactionKeys:
         """Read and unwrap the data keys of some owners.
@@ -562,7 +562,7 @@ class OperationRunner:
         row = keys.create_data_key(need.owner_tag, need.not_before)
         transaction = partial(apply_or_conflict, key_insertion(keys, row))
         record = partial(_record_data_key, keys.keyring, row)
-        await self.executors.key_tables.write(transaction, record)
+        await self.executors.key_db.write(transaction, record)
         return row
 
 

@@ -68,7 +68,9 @@ class Expiry:
                 return
             await self._ensure_index()
             now = time_now()
-            rows = await self._runner.data.read(_APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ})
+            rows = await self._runner.data_db.read(
+                _APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ}
+            )
             expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
             for app_name, view in expired[:_MAX_DELETED]:
                 await delete(app_name, view.user_id, view.session.session_id)
@@ -82,7 +84,7 @@ class Expiry:
     async def _ensure_index(self) -> None:
         if not self._has_index:
             try:
-                await self._runner.data.run_sync(self._create_missing_index)
+                await self._runner.data_db.run_sync(self._create_missing_index)
             except SecureSessionError as error:
                 if not error.retryable:
                     self._paused_until = math.inf  # perhaps the account may not create indexes

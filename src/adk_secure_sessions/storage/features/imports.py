@@ -558,7 +558,7 @@ class Imports:
             await self._runner.run(AddTombstone(identity, macs))
             return
         tombstone = macs.tombstone(identity.user_tag)
-        await self._runner.data.run_sync(partial(add_tombstone_of_user, tombstone))
+        await self._runner.data_db.run_sync(partial(add_tombstone_of_user, tombstone))
 
     async def store_mark(self, *, source_is_erased: bool = False) -> bool:
         """Store the mark that everything was imported, and perhaps erased in the source.
@@ -577,7 +577,7 @@ class Imports:
             meta.put(connection, meta.MIGRATION_MARK, mark.text(keyring))
             return True
 
-        return await self._runner.keys.run_sync(store)
+        return await self._runner.key_db.run_sync(store)
 
     async def withdraw_mark(self, *, source_is_kept: bool = False) -> bool:
         """Remove COMPLETE; with *source_is_kept*, turn SOURCE_ERASED back into COMPLETE.  Return
@@ -591,13 +591,13 @@ class Imports:
             return False  # do not begin to write: the account may only be able to read
         marks = old.text(keyring), new and new.text(keyring)
         swap = partial(meta.swap, name=meta.MIGRATION_MARK, old=marks[0], new=marks[1])
-        return await self._runner.keys.run_sync(swap)
+        return await self._runner.key_db.run_sync(swap)
 
     async def migration_mark(self) -> MigrationMark | None:
         """Return the mark that `store_mark` has stored; None if there is none."""
         keyring = await self._runner.keyring()
         read = partial(meta.read, name=meta.MIGRATION_MARK)
-        value = await self._runner.keys.run_sync(read, commit=False)
+        value = await self._runner.key_db.run_sync(read, commit=False)
         if value is None:
             return None
         for mark in MigrationMark:
@@ -614,7 +614,7 @@ class Imports:
     async def _rows_for_tags(
         self, table: sa.Table, macs: ImportMacs, tags: Mapping[K, bytes]
     ) -> dict[K, CheckedMigratedRow]:
-        read, query = self._runner.data.read, _MIGRATED_ROWS[table]
+        read, query = self._runner.data_db.read, _MIGRATED_ROWS[table]
         found = await rows_where(read, query, migrated.c.tag, dict.fromkeys(tags.values()))
         rows = {one.row.tag: one for one in map(macs.checked_row, found)}
         return {key: rows[tag] for key, tag in tags.items() if tag in rows}

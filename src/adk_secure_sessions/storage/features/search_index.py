@@ -80,7 +80,7 @@ class SearchIndex:
         await self._feature.ensure()
         keyring = await self._runner.keyring()
         tags = frozenset(keyring.index_master.state_key_tag(app_name, key) for key in keys)
-        await self._runner.data.run_sync(partial(index_rows.declare, keyring, app_name, tags))
+        await self._runner.data_db.run_sync(partial(index_rows.declare, keyring, app_name, tags))
         keyring.indexed_key_tags.update(tags)
         return tags
 
