@@ -250,10 +250,10 @@ def audited_command(
     return hiding_wrapper(function, partial(call_measured, function, recorded))
 
 
-def unstored_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def logged_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate the function of a command that must work if the account can only read.
 
-    Do the same as `audited_command`, but store no records in the audit trail.
+    Do the same as `audited_command`, but only log the audit record: the audit trail gets none.
     """
     return audited_command(function, is_stored=False)
 
@@ -385,7 +385,7 @@ class AuditedCall:
     """Runs one call, and stores in audit trails the security events that happen during it.
 
     Subclasses add a record of the call itself, which is also logged.  Three kinds of calls store no
-    records: accesses of a service without a trail, unstored commands, and commands that another
+    records: accesses of a service without a trail, logged commands, and commands that another
     command calls.  Their security events are stored by the enclosing call, if there is one.
     """
 

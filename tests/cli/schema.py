@@ -21,7 +21,7 @@ from adk_secure_sessions.cli.adk_doctor import PlaintextReport
 from adk_secure_sessions.cli.database_commands import VerifyResult
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
 from adk_secure_sessions.integrations.blob_maintenance import BlobPurge
-from adk_secure_sessions.maintenance.inspection import Location, RecordHeader
+from adk_secure_sessions.maintenance.debug import Location, RecordHeader
 from adk_secure_sessions.migration import Export
 from adk_secure_sessions.results import Result
 from tests.pages import DOCS

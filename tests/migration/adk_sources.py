@@ -23,8 +23,8 @@ from google.genai import types
 
 from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.events import microseconds
-from adk_secure_sessions.migration import adk_sql
-from adk_secure_sessions.migration.adk_sql import TableKind
+from adk_secure_sessions.migration import adk_queries
+from adk_secure_sessions.migration.adk_queries import TableKind
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import (
@@ -149,7 +149,7 @@ def one_pickle_reader() -> Iterator[None]:
             pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adk_sql, "PickleReader", Shared)
+        patch.setattr(adk_queries, "PickleReader", Shared)
         yield
 
 

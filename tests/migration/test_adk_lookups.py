@@ -10,7 +10,7 @@ from google.adk.events.event_actions import EventActions
 from google.adk.sessions.database_session_service import DatabaseSessionService
 
 from adk_secure_sessions.errors import ConfigurationError
-from adk_secure_sessions.migration import adk_sql
+from adk_secure_sessions.migration import adk_queries
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ListedSession,
@@ -136,7 +136,7 @@ async def test_sessions_are_listed_in_batches(
     adk: DatabaseSessionService, source: AdkTables, tmp_path: Path
 ) -> None:
     await add(adk, "ada", "visit", 2)
-    number = 2 * adk_sql.LOOKUP_PAGE + 1
+    number = 2 * adk_queries.LOOKUP_PAGE + 1
     async with adk.db_engine.begin() as connection:
         await connection.execute(
             sa.text(
@@ -147,7 +147,7 @@ async def test_sessions_are_listed_in_batches(
             {"number": number},
         )
     batches = [batch async for batch in source.sessions_of(APP, None)]
-    assert [len(batch) for batch in batches] == [adk_sql.LOOKUP_PAGE, adk_sql.LOOKUP_PAGE, 2]
+    assert [len(batch) for batch in batches] == [*2 * [adk_queries.LOOKUP_PAGE], 2]
     found = [session for batch in batches for session in batch]
     assert len(set(found)) == number + 1
     of_user = await listed(source, "u3")

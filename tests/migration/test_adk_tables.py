@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.json_text import load_state
-from adk_secure_sessions.migration import Package1xTables, adk_sql, open_source
-from adk_secure_sessions.migration.adk_sql import ADK_TABLES, TableKind, kinds_in
+from adk_secure_sessions.migration import Package1xTables, adk_queries, open_source
+from adk_secure_sessions.migration.adk_queries import ADK_TABLES, TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.conformance import samples, values
@@ -287,7 +287,7 @@ def insert_events(adk: Adk, session_id: str, number: int, text: str = "hello") -
     ],
 )
 async def test_every_session_of_many_pages_is_read_once(adk: Adk) -> None:
-    number = 2 * adk_sql.PAGE + 3
+    number = 2 * adk_queries.SESSION_PAGE + 3
     insert_sessions(adk, number)
     async with adk.source() as source:
         found = await listed(source)
@@ -511,7 +511,7 @@ async def test_rows_that_an_attacker_adds_while_the_source_is_open_do_not_make_i
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :n) "
             "SELECT app_name, CAST(i AS BLOB), id, state, create_time, update_time "
             "FROM sessions, n",
-            {"n": max(adk_sql.LOOKUP_PAGE, adk_sql.PAGE)},
+            {"n": max(adk_queries.LOOKUP_PAGE, adk_queries.SESSION_PAGE)},
         )
         async with asyncio.timeout(20):
             assert len(await listed(source)) == 1

@@ -30,7 +30,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.errors import TamperedError
 from adk_secure_sessions.formats.events import decode, microseconds
 from adk_secure_sessions.formats.json_text import load_state
-from adk_secure_sessions.migration import adk_rows, adk_sql, open_source
+from adk_secure_sessions.migration import adk_queries, adk_rows, open_source
 from adk_secure_sessions.migration.package_1x import Package1xTables
 from adk_secure_sessions.migration.sources import Selection, SessionContent, Unreadable
 from tests.migration.support import ALL, contents, states
@@ -215,8 +215,8 @@ async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: 
 async def test_sessions_states_and_sizes_are_read(
     place: sa.URL, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adk_sql, "PAGE", 2)
-    monkeypatch.setattr(adk_sql, "STATE_PAGE", 1)
+    monkeypatch.setattr(adk_queries, "SESSION_PAGE", 2)
+    monkeypatch.setattr(adk_queries, "STATE_PAGE", 1)
     writer = Writer(place)
     for user, name, app in [
         ("ada", "s2", "shop"),

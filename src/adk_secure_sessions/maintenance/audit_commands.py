@@ -107,7 +107,7 @@ class AuditPurge(Result):
         return [f"such chains were last used before {utc_text(self.before)}"]
 
 
-@audit.unstored_command
+@audit.logged_command
 async def verify_audit(
     db: Database,
     logs: Mapping[str, Iterable[str]] | None = None,

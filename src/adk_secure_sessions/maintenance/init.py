@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from adk_secure_sessions.audit import audited_command, unstored_command
+from adk_secure_sessions.audit import audited_command, logged_command
 from adk_secure_sessions.db.protocol import retried
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, counted, counter
@@ -83,7 +83,7 @@ class Check(Result):
             yield "some records are, or were, plaintext"
 
 
-@unstored_command
+@logged_command
 async def check(db: Database) -> Check:
     """Open the database and its keys as a service does when it starts, without writing.
 

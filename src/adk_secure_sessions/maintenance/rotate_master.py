@@ -30,10 +30,10 @@ from adk_secure_sessions.maintenance.rotation import (
     OVERLAPPED,
     Rotation,
     RotationRun,
-    after_creation,
     authenticated_data_masters,
     require_same_plaintext,
     store_master_keys,
+    time_after,
 )
 from adk_secure_sessions.maintenance.row_scan import KEY_IS_UNCHANGED, scan_data_keys
 from adk_secure_sessions.results import counter
@@ -133,7 +133,7 @@ class _MasterRotationRun(RotationRun[MasterRotation]):
                 return
             # Services wrap new data keys with the data master that was created last.  So the new
             # data master must have a later time of creation than all other data masters.
-            now = max([self.result.since, *(after_creation(keyring_table, row) for row in masters)])
+            now = max([self.result.since, *(time_after(keyring_table, row) for row in masters)])
             created, _ = await new_master(DATA_MASTER, root, database_id, now)
             # Check that the new data master can be unwrapped before data keys depend on it.
             await unwrap_master_key(created, {root.key_id: root}, database_id)

@@ -296,13 +296,13 @@ async def rotation_start_time(db: Database) -> int:
     """
     latest = time_now()
     for master in await authenticated_data_masters(db, await db.survey_existing()):
-        latest = max(latest, after_creation(keyring_table, master))
+        latest = max(latest, time_after(keyring_table, master))
     keyring = await db.keyring()
     read, size = db.runner.key_db.read, db.limits.ids_per_statement
     later = pages(read, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
     async for key in each(later):
         if can_unwrap(key, keyring):
-            latest = max(latest, after_creation(data_keys, key))
+            latest = max(latest, time_after(data_keys, key))
     return latest
 
 
@@ -314,7 +314,7 @@ async def authenticated_data_masters(db: Database, survey: Survey) -> list[Maste
     return rows
 
 
-def after_creation(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
+def time_after(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     """Return the time of creation in *row*, which must be authentic, plus one microsecond."""
     if row.created_at + 1 >= _YEAR_10000:
         detail = (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import unstored_command
+from adk_secure_sessions.audit import logged_command
 from adk_secure_sessions.errors import DecryptionError, WrongKeyError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -231,7 +231,7 @@ class Status(Result):
                 yield part.line
 
 
-@unstored_command
+@logged_command
 async def status(
     db: Database, *, progress: Progress | None = None, rows_per_second: float | None = None
 ) -> Status:

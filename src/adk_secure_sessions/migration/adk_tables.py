@@ -3,7 +3,7 @@
 `AdkTables` does not use google-adk's service, which runs four queries for each session and creates
 a model of SQLAlchemy for each event.  Instead, `AdkTables` reads a batch of sessions with two
 queries, in one read-only transaction.  The transaction ends before the rows are converted, so that
-it does not block google-adk's writers for long.  `adk_sql` contains the queries, and `adk_rows`
+it does not block google-adk's writers for long.  `adk_queries` contains the queries, and `adk_rows`
 converts the rows.
 """
 
@@ -23,9 +23,8 @@ from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.maintenance.database import Description, describe
-from adk_secure_sessions.migration import adk_sql
-from adk_secure_sessions.migration.adk_rows import to_microseconds
-from adk_secure_sessions.migration.adk_sql import (
+from adk_secure_sessions.migration import adk_queries
+from adk_secure_sessions.migration.adk_queries import (
     ADK_SESSIONS,
     APP_STATES,
     STATE_TABLES,
@@ -34,6 +33,7 @@ from adk_secure_sessions.migration.adk_sql import (
     can_store,
     last_key,
 )
+from adk_secure_sessions.migration.adk_rows import to_microseconds
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     ListedSession,
@@ -124,7 +124,8 @@ class AdkTables(Source):
         return await self._run(AdkQueries.count, selection=selection)
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
-        async for page in self._pages(AdkQueries.session_page, adk_sql.PAGE, selection=selection):
+        pages = self._pages(AdkQueries.session_page, adk_queries.SESSION_PAGE, selection=selection)
+        async for page in pages:
             for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
@@ -141,7 +142,7 @@ class AdkTables(Source):
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for table in STATE_TABLES:
             part: dict[str, Any] = {"selection": selection, "table": table}
-            async for rows in self._pages(AdkQueries.state_page, adk_sql.STATE_PAGE, **part):
+            async for rows in self._pages(AdkQueries.state_page, adk_queries.STATE_PAGE, **part):
                 yield await self._converted(AdkQueries.convert_states, rows)
             if others := await self._run(AdkQueries.states_of_other_spellings, **part):
                 yield await self._converted(AdkQueries.convert_states, others)
@@ -157,9 +158,8 @@ class AdkTables(Source):
     ) -> AsyncIterator[Mapping[ListedSession, SessionContent | Unreadable]]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""
         key = (app_name,) if user_id is None else (app_name, user_id)
-        async for rows in self._pages(
-            AdkQueries.sessions_with_prefix, adk_sql.LOOKUP_PAGE, key=key
-        ):
+        pages = self._pages(AdkQueries.sessions_with_prefix, adk_queries.LOOKUP_PAGE, key=key)
+        async for rows in pages:
             yield await self._converted(AdkQueries.convert_sessions, rows)
 
     async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:

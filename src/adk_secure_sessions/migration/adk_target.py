@@ -32,14 +32,14 @@ from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import sessions_time_zone
-from adk_secure_sessions.migration.adk_sql import (
+from adk_secure_sessions.migration.adk_queries import (
     ADK_SESSIONS,
     TableKind,
     can_store,
     is_exactly,
     kinds_in,
 )
+from adk_secure_sessions.migration.adk_rows import sessions_time_zone
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import differences, is_same_state
 from adk_secure_sessions.migration.sources import (

@@ -11,7 +11,7 @@ from adk_secure_sessions.db.protocol import Conflict, retried
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
-from adk_secure_sessions.migration.adk_sql import ADK_TABLES, AdkQueries
+from adk_secure_sessions.migration.adk_queries import ADK_TABLES, AdkQueries
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.compare import Comparison, ComparisonRun
 from adk_secure_sessions.migration.sources import EVERYTHING, Source, Unreadable

@@ -18,13 +18,13 @@ from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import TEMP_PREFIX
 from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.migration.adk_rows import Row, convert_event_json, convert_state, to_text
-from adk_secure_sessions.migration.adk_sql import (
+from adk_secure_sessions.migration.adk_queries import (
     AdkQueries,
     TableKind,
     kind_of_adk,
     non_json_states,
 )
+from adk_secure_sessions.migration.adk_rows import Row, convert_event_json, convert_state, to_text
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
     ConversionError,

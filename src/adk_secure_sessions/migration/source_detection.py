@@ -14,7 +14,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import read_environment, read_private_file
 from adk_secure_sessions.maintenance import Database
-from adk_secure_sessions.migration.adk_sql import TableKind, kinds_in
+from adk_secure_sessions.migration.adk_queries import TableKind, kinds_in
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource
 from adk_secure_sessions.migration.package_1x import Package1xTables

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.audit import audited_command, unstored_command
+from adk_secure_sessions.audit import audited_command, logged_command
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import parse_header_or_none
 from adk_secure_sessions.maintenance.counts import backend_name
@@ -127,7 +127,7 @@ async def lookup(
     return tuple(locations)
 
 
-@unstored_command
+@logged_command
 async def record_headers(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:

@@ -37,7 +37,7 @@ from adk_secure_sessions.migration.sources import (
 )
 
 # The numbers of rows of a page: of sessions without their states, of sessions with them, of states.
-PAGE, LOOKUP_PAGE, STATE_PAGE = 5000, 500, 500
+SESSION_PAGE, LOOKUP_PAGE, STATE_PAGE = 5000, 500, 500
 # PostgreSQL returns the compressed size of a value; the size is estimated as this multiple of it.
 _COMPRESSION = 3
 _UNREADABLE_EVENT = f"{adk_rows.INSTALLED_ADK} cannot read it, or it exceeds a limit: {SEE_LIMITS}"
@@ -219,7 +219,9 @@ class AdkQueries:
     def session_versions(self, connection: sa.Connection) -> Iterator[ListedSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
         sizes = sa.null(), sa.literal(0)
-        for page in _pages(lambda after: self._sessions(connection, [], after, PAGE, *sizes)):
+        for page in _pages(
+            lambda after: self._sessions(connection, [], after, SESSION_PAGE, *sizes)
+        ):
             yield from (session for session, _, _ in page)
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
