@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.maintenance import erase_user
 from adk_secure_sessions.migration import Comparison, Selection, Source, compare
-from adk_secure_sessions.migration.compare import differences
+from adk_secure_sessions.migration.compare import session_difference
 from adk_secure_sessions.migration.sources import SessionContent, Unreadable
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.features.imports import MigrationMark
@@ -318,4 +318,4 @@ def test_event_of_another_version_of_google_adk_with_the_same_fields_is_equal() 
     first, second = (
         SessionContent(b"{}", [made], 0, 0) for made in (one, event_of_another_adk(one))
     )
-    assert differences(first, second) == ""
+    assert session_difference(first, second) == ""

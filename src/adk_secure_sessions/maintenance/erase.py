@@ -250,7 +250,7 @@ class _Deletion:
         self._dialect.set_constraints_immediate(self._connection)
         self._dialect.overwrite_deleted(self._connection)
         for _ in range(_MAX_PASSES):
-            for table, where in self._conditions(for_update=True):
+            for table, where in self._found_rows(for_update=True):
                 deleted[table.name] += self._connection.execute(
                     sa.delete(table).where(where)
                 ).rowcount
@@ -264,11 +264,11 @@ class _Deletion:
     def _count_rows(self) -> Counter[str]:
         """Count the rows that are stored now, by table; a table without rows is left out."""
         counts: Counter[str] = Counter()
-        for table, where in self._conditions(for_update=False):
+        for table, where in self._found_rows(for_update=False):
             counts[table.name] += self._connection.scalar(select_count(table, where)) or 0
         return +counts
 
-    def _conditions(self, *, for_update: bool) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+    def _found_rows(self, *, for_update: bool) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
         """Yield the conditions for the rows that are found now; *for_update* locks sessions."""
         if self.deletes_keys:
             self._require_keyring()
@@ -278,7 +278,7 @@ class _Deletion:
                 if backend_id in range(256):  # a header has one byte for the backend id
                     self._headers.add(build_header(backend_id, key_id))
         if self.deletes_rows:
-            yield from self._conditions_without_keys(for_update=for_update)
+            yield from self._found_rows_except_keys(for_update=for_update)
         if self.deletes_keys:
             yield data_keys, data_keys.c.owner == self._tag
             self._require_keyring()  # the deletion may have waited for `move_keys`
@@ -294,7 +294,7 @@ class _Deletion:
                 "database, or without one; nothing was deleted"
             )
 
-    def _conditions_without_keys(
+    def _found_rows_except_keys(
         self, *, for_update: bool
     ) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
         """Yield the conditions for all rows of the user except the data keys.
@@ -304,7 +304,7 @@ class _Deletion:
         of the user, whose row is deleted.
         """
         self._user_row_ids |= self._find_user_row_ids()
-        found = self._sessions(for_update=for_update)
+        found = self._find_sessions(for_update=for_update)
         self._session_ids_and_tags.update(found)
         if not for_update:
             found = list(self._session_ids_and_tags)  # also count rows of deleted sessions
@@ -337,7 +337,7 @@ class _Deletion:
             row_ids = set(scalars(query.where(header_column(users.c.state).in_(self._headers))))
         return row_ids
 
-    def _sessions(self, *, for_update: bool) -> list[tuple[int, bytes]]:
+    def _find_sessions(self, *, for_update: bool) -> list[tuple[int, bytes]]:
         """Return the ids and tags of the user's sessions; with *for_update*, lock these rows.
 
         If the user has no row, they are the sessions whose record has one of `_headers`.

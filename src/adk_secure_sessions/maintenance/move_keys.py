@@ -173,7 +173,7 @@ class _Move:
             state = await self._survey_and_check()
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
-                await side.run_sync(partial(self._take_over, survey.meta_texts))
+                await side.run_sync(partial(self._store_run_id, survey.meta_texts))
         if not state.is_switched:
             await self._park_and_copy(state)
             await self._db.runner.data_db.run_sync(self._switch)
@@ -277,7 +277,7 @@ class _Move:
     # --- transactions ------------------------------------------------------------------------
     # After a lost connection, each of these methods may run again, even after its commit.
 
-    def _take_over(self, expected: dict[str, str], connection: sa.Connection) -> None:
+    def _store_run_id(self, expected: dict[str, str], connection: sa.Connection) -> None:
         """Store this run's id; raise SecureSessionError if other texts differ from *expected*."""
         clusters.claim(connection, _CLAIM)
         if meta.read_all(connection, lock=True) | {meta.MOVE: ""} != expected | {meta.MOVE: ""}:

@@ -153,7 +153,7 @@ def report_unlisted(problems: Problems, features: Collection[str]) -> None:
             problems.add(meta.TABLE, meta.FEATURES, Reason.MISMATCH, detail)
 
 
-async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:
+async def find_orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, str, int]]:
     """Yield (table, primary key, number) for the orphaned rows of *tables*.
 
     All events of one session are one tuple.
@@ -170,7 +170,7 @@ async def orphans(db: Database, *tables: sa.Table) -> AsyncIterator[tuple[str, s
 
 async def reject_orphans(db: Database) -> None:
     """Raise TamperedError if a row belongs to no session, collection, user or app."""
-    async for table, row, _ in orphans(db, users, sessions, snapshots, events, witnesses):
+    async for table, row, _ in find_orphans(db, users, sessions, snapshots, events, witnesses):
         detail = (
             "the row that it belongs to was removed: restore that row, or delete this one; "
             "`verify` lists all such rows"

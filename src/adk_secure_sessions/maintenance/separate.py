@@ -116,7 +116,7 @@ async def separate(
     if not resumed:
         await _begin_separation(db)
     options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
-    await _drop_rows_of_original(db)
+    await _delete_rows_of_original(db)
     keyring = await db.keyring()
     separation = keyring.separation
     if separation is None:
@@ -206,7 +206,7 @@ async def _complete_new_id(db: Database) -> None:
     await db.runner.data_db.run_sync(partial(_store_new_id, old_id, survey.existing_id.hex()))
 
 
-async def _drop_rows_of_original(db: Database) -> None:
+async def _delete_rows_of_original(db: Database) -> None:
     """Delete the rows of `secure_migrated` and `secure_audit`, which are bound to the original.
 
     The copy starts without a history of imports, and with an empty audit trail: the original has

@@ -15,7 +15,12 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DataKeyRow, unwrap_data_key
 from adk_secure_sessions.maintenance.counts import can_unwrap, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problem, Problems, orphans, report_unlisted
+from adk_secure_sessions.maintenance.problems import (
+    Problem,
+    Problems,
+    find_orphans,
+    report_unlisted,
+)
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
@@ -116,8 +121,8 @@ async def verify(
         await run.check_imports()
     listed = (await db.survey_existing()).features
     report_unlisted(run.problems, (run.needed_features - listed) | db.unlisted_features)
-    await _find_orphans(db, run.problems, *([state_index] if state_index.name in tables else []))
-    await _find_orphaned_data_keys(db, run.problems, meter)
+    await _report_orphans(db, run.problems, *([state_index] if state_index.name in tables else []))
+    await _report_orphaned_data_keys(db, run.problems, meter)
     meter.finish()
     return run.problems.copy_into(run.result)
 
@@ -266,8 +271,8 @@ class _Verifier:
 # --- orphaned rows -------------------------------------------------------------------------------
 
 
-async def _find_orphans(db: Database, problems: Problems, *feature_tables: sa.Table) -> None:
-    async for table, row, number in orphans(db, snapshots, events, witnesses, *feature_tables):
+async def _report_orphans(db: Database, problems: Problems, *feature_tables: sa.Table) -> None:
+    async for table, row, number in find_orphans(db, snapshots, events, witnesses, *feature_tables):
         details = {
             snapshots.name: "it belongs to no session",
             events.name: f"{number} events belong to no session, or items to no collection",
@@ -278,7 +283,7 @@ async def _find_orphans(db: Database, problems: Problems, *feature_tables: sa.Ta
         problems.add(table, row, Reason.MISSING, details[table])
 
 
-async def _find_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
+async def _report_orphaned_data_keys(db: Database, problems: Problems, meter: Meter) -> None:
     """Report data keys that cannot be unwrapped, and data keys without the row of their owner."""
     keyring = await db.keyring()
     detail = "its owner's row was removed"

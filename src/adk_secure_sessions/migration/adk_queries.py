@@ -83,7 +83,7 @@ _EVENTS = _table(
     "events",
     ("app_name", "user_id", "session_id"),
     "rowid",
-    *dict.fromkeys([*adk_rows.JSON_COLUMNS, *adk_rows.PICKLED_COLUMNS]),
+    *dict.fromkeys([*adk_rows.JSON_EVENT_COLUMNS, *adk_rows.PICKLED_EVENT_COLUMNS]),
 )
 # In the order in which rows are deleted.
 ADK_TABLES = (_EVENTS, ADK_SESSIONS, USER_STATES, APP_STATES)
@@ -147,16 +147,16 @@ class AdkQueries:
             for index in inspector.get_indexes("events")
         )
         column_names = {column["name"] for column in inspector.get_columns("events")}
-        columns: tuple[str, ...] = adk_rows.JSON_COLUMNS
+        columns: tuple[str, ...] = adk_rows.JSON_EVENT_COLUMNS
         self.pickles: PickleReader | None = None  # of schema v0
         if self.kind is TableKind.ADK_V0:
-            columns = adk_rows.PICKLED_COLUMNS
+            columns = adk_rows.PICKLED_EVENT_COLUMNS
             self.pickles = PickleReader()
         # Tables of early releases of google-adk have fewer columns: select NULL for the others.
         self._selected = [
             self._text(_EVENTS.c[name]) if name in column_names else sa.null() for name in columns
         ]
-        sized_names = column_names & {*adk_rows.JSON_VALUES, "actions"}
+        sized_names = column_names & {*adk_rows.JSON_COLUMNS, "actions"}
         self._size_columns = [_EVENTS.c[name] for name in columns if name in sized_names]
 
     def _where(self, selection: Selection) -> list[sa.ColumnElement[bool]]:
@@ -229,7 +229,7 @@ class AdkQueries:
             read = partial(self.state_page, connection, EVERYTHING, table, limit=STATE_PAGE)
             yield from _pages(read)
 
-    def lock(self, connection: sa.Connection) -> None:
+    def lock_tables(self, connection: sa.Connection) -> None:
         # On SQLite, the transaction that the caller has begun has locked the file.
         dialect_of(connection).lock_tables(connection, *ADK_TABLES)
         if self._is_mysql:  # each query then locks the rows and gaps that it reads
@@ -242,7 +242,7 @@ class AdkQueries:
         )
         return sessions, events, sum(states)
 
-    def with_events(
+    def sessions_with_events(
         self, connection: sa.Connection, sessions: Sequence[ListedSession]
     ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
@@ -308,7 +308,7 @@ class AdkQueries:
     def convert_session(
         self, session: ListedSession, row: Any, history: list[Row]
     ) -> SessionContent:
-        """Convert a row of `with_events` or `sessions_with_prefix`, and the rows of its events."""
+        """Convert the row of a session and the rows of its events, as queries above return them."""
         adk_rows.require_valid_ids(*session.ids)
         state = self.convert_state(row.state)
         created_at = adk_rows.to_microseconds(row.create_time, self.sessions_zone)
@@ -403,7 +403,7 @@ class AdkQueries:
 
     def _text(self, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
         """Return *column* as text, if it contains JSON.  On PostgreSQL, its type may be JSONB."""
-        is_jsonb = self.dialect == "postgresql" and column.name in adk_rows.JSON_VALUES
+        is_jsonb = self.dialect == "postgresql" and column.name in adk_rows.JSON_COLUMNS
         return sa.cast(column, sa.Text()) if is_jsonb else column
 
     def _size(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:

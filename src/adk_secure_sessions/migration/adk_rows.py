@@ -95,11 +95,11 @@ def require_valid_ids(app_name: str, user_id: str = "", session_id: str = "") ->
 
 # --- Events --------------------------------------------------------------------------------------
 
-JSON_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
+JSON_EVENT_COLUMNS = ("id", "invocation_id", "timestamp", "event_data")
 
 
 def convert_json_row(row: Row, zone: tzinfo | None) -> EncodedEvent:
-    """Convert the columns `JSON_COLUMNS` of google-adk's tables with JSON.
+    """Convert the columns `JSON_EVENT_COLUMNS` of google-adk's tables with JSON.
 
     The columns `id` and `invocation_id` override the fields of the JSON, as in schema v1.
     `SqliteSessionService`, which writes the same values to both, reads only the JSON.
@@ -141,13 +141,13 @@ _MODELS: dict[str, type[BaseModel]] = {
     "output_transcription": types.Transcription,
 }
 _OTHERS = ("actions", "custom_metadata", "long_running_tool_ids_json", "timestamp")
-PICKLED_COLUMNS = (*_TEXTS, *_FLAGS, *_MODELS, *_OTHERS)
+PICKLED_EVENT_COLUMNS = (*_TEXTS, *_FLAGS, *_MODELS, *_OTHERS)
 # The names of all columns that contain JSON, in any schema.
-JSON_VALUES = frozenset({"state", "event_data", "custom_metadata", *_MODELS})
+JSON_COLUMNS = frozenset({"state", "event_data", "custom_metadata", *_MODELS})
 
 
-def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> EncodedEvent:
-    fields = dict(zip(PICKLED_COLUMNS, row, strict=True))
+def convert_pickle_row(pickles: PickleReader, row: Row, zone: tzinfo | None) -> EncodedEvent:
+    fields = dict(zip(PICKLED_EVENT_COLUMNS, row, strict=True))
     pickled = fields["actions"]
     ids = fields.pop("long_running_tool_ids_json")
     fields |= {name: to_text(fields[name]) for name in _TEXTS if fields[name] is not None}
@@ -157,7 +157,7 @@ def convert_pickle_row(read: PickleReader, row: Row, zone: tzinfo | None) -> Enc
         "timestamp": to_seconds(fields["timestamp"], zone),
         "custom_metadata": _loads(fields["custom_metadata"]),
         "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
-        "actions": EventActions() if pickled is None else read.read(to_bytes(pickled)),
+        "actions": EventActions() if pickled is None else pickles.read(to_bytes(pickled)),
     }
     return convert_event(Event(**fields))
 

@@ -136,7 +136,7 @@ class AdkTables(Source):
         sessions = [session for session in sessions if can_store(dialect, *session.ids)]
         if not sessions:
             return {}
-        found = await self._run(AdkQueries.with_events, sessions=sessions)
+        found = await self._run(AdkQueries.sessions_with_events, sessions=sessions)
         return await self._converted(AdkQueries.convert_sessions, found)
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:

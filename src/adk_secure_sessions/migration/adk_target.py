@@ -39,9 +39,9 @@ from adk_secure_sessions.migration.adk_queries import (
     is_exactly,
     kinds_in,
 )
-from adk_secure_sessions.migration.adk_rows import sessions_time_zone
+from adk_secure_sessions.migration.adk_rows import JSON_COLUMNS, sessions_time_zone
 from adk_secure_sessions.migration.adk_tables import AdkTables
-from adk_secure_sessions.migration.compare import differences, is_same_state
+from adk_secure_sessions.migration.compare import is_same_state, session_difference
 from adk_secure_sessions.migration.sources import (
     ConversionError,
     Ids,
@@ -55,7 +55,6 @@ _MICROSECOND = timedelta(microseconds=1)
 # limit exceeded"; MySQL's and MariaDB's codes for a wrong or too long value.
 _DATA_ERROR_CODES = ("22", "54", "1264", "1292", "1366", "1406", "4025", "SQLITE_TOOBIG")
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
-_JSON_COLUMNS = ("state", "event_data")
 
 
 # A session as rows of google-adk's tables: the parameters of the statements that insert the row of
@@ -164,7 +163,7 @@ class AdkTarget(ClosedByWith):
 
     # --- read ------------------------------------------------------------------------------------
 
-    async def differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str]:
+    async def session_differences(self, contents: Mapping[Ids, SessionContent]) -> dict[Ids, str]:
         """Return how sessions of the target differ from *contents*: empty for an equal one.
 
         The result does not contain the sessions that the target does not have.
@@ -176,7 +175,7 @@ class AdkTarget(ClosedByWith):
             stored = stored_contents.get(session)
             if isinstance(stored, SessionContent):  # PostgreSQL's JSONB makes large floats integers
                 content = content._replace(expires_at=None)
-                reasons[ids] = differences(content, stored, numbers_may_differ=True)
+                reasons[ids] = session_difference(content, stored, numbers_may_differ=True)
             elif stored is not None:
                 reasons[ids] = stored.reason
         return reasons
@@ -275,7 +274,7 @@ class AdkTarget(ClosedByWith):
         """
         values: dict[str, sa.ColumnElement[Any]] = {}
         for column in model.__table__.columns:
-            is_json = column.name in _JSON_COLUMNS
+            is_json = column.name in JSON_COLUMNS
             value = sa.bindparam(column.name, type_=sa.Text() if is_json else column.type)
             is_jsonb = is_json and self._dialect == "postgresql"
             values[column.name] = sa.cast(value, JSONB) if is_jsonb else value

@@ -237,7 +237,7 @@ class ComparisonRun:
         assert isinstance(item, SessionItem)
         assert content is not None
         event_count = item.copied_event_count if status is ImportStatus.CONTINUED else None
-        different = differences(content, copy, event_count=event_count)
+        different = session_difference(content, copy, event_count=event_count)
         is_outdated = different and status is ImportStatus.OUTDATED
         return f"{_REASONS[status]}; {different}" if is_outdated else different
 
@@ -245,7 +245,7 @@ class ComparisonRun:
 # --- fields --------------------------------------------------------------------------------------
 
 
-def differences(
+def session_difference(
     content: SessionContent,
     copy: SessionContent,
     *,

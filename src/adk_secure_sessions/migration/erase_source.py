@@ -165,7 +165,7 @@ async def erase_source(
 def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
     """Lock the tables, and return whether all sessions and states were compared in this version."""
     with dialect_of(connection).decoding(connection, bytes):
-        queries.lock(connection)
+        queries.lock_tables(connection)
         versions = queries.session_versions(connection)
         if not all(version in run.scan.processed_versions for version in versions):
             return False

@@ -235,12 +235,12 @@ class _ExportToAdk(_ExportRun):
                 suitable[ids] = self._target.to_rows(ids, content)
             except ConversionError as error:
                 failed[ids] = str(error)
-        differences = await self._target.differences({ids: batch[ids] for ids in suitable})
+        differences = await self._target.session_differences({ids: batch[ids] for ids in suitable})
         missing = {ids: rows for ids, rows in suitable.items() if ids not in differences}
         rejected = await self._target.insert(missing)
         # If the connection was lost after the commit, the repeated INSERT is rejected, although the
         # sessions are stored.  So compare the rejected sessions, too.
-        differences |= await self._target.differences({ids: batch[ids] for ids in rejected})
+        differences |= await self._target.session_differences({ids: batch[ids] for ids in rejected})
         for ids in suitable:
             if ids in missing and ids not in rejected:
                 self._result.sessions += 1
@@ -257,7 +257,7 @@ class _ExportToAdk(_ExportRun):
         """Read both databases again, compare all sessions and states, and report differences."""
         in_both = verified = 0
         async for batch in self._readable_sessions(reports=False):
-            differences = await self._target.differences(batch)
+            differences = await self._target.session_differences(batch)
             in_both += len(differences)
             verified += len(batch)
             for ids in batch:

@@ -11,7 +11,7 @@ from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats.times import lifetime_of
 from adk_secure_sessions.maintenance import Database, Progress, init
 from adk_secure_sessions.maintenance.progress import Meter
-from adk_secure_sessions.migration.compare import differences, is_same_state
+from adk_secure_sessions.migration.compare import is_same_state, session_difference
 from adk_secure_sessions.migration.encrypted_source import owner_state, session_content
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.source_scan import (
@@ -289,7 +289,7 @@ class _MigrationRun:
             return True
         number = len(copy.events)
         beginning = content._replace(events=content.events[:number])
-        return not differences(beginning, copy, event_count=number)
+        return not session_difference(beginning, copy, event_count=number)
 
     async def _import_state(self, ids: Ids, status: ImportStatus, state: bytes) -> ImportStatus:
         """Import *state*; a dry run predicts the result: it compares states, not versions."""
