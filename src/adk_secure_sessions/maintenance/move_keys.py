@@ -145,6 +145,14 @@ class _MoveState(NamedTuple):
         return features_with_mac(self.keyring.index_master, self.keyring.database_id, features)
 
 
+class _Fingerprint(NamedTuple):
+    """The numbers of keys in a database, and a hash of all their rows, as if unparked."""
+
+    master_count: int
+    data_key_count: int
+    digest: str
+
+
 class _Move:
     """One run of `move_keys`."""
 
@@ -179,18 +187,19 @@ class _Move:
             await self._db.runner.data_db.run_sync(self._switch)
             state = await self._survey_and_check()
         source, target = state.source, state.target
-        target_keys = await _fingerprint(self._target)
-        if source.master_rows and await _fingerprint(self._source) != target_keys:
+        moved = await _fingerprint(self._target)
+        if source.master_rows and await _fingerprint(self._source) != moved:
             raise ConfigurationError(_IN_USE)
         tables = [table for table in (keyring, data_keys) if table.name in source.tables]
         if source.format_version is not None:
-            await self._source.run_sync(partial(self._delete_source_keys, tables, target_keys))
+            await self._source.run_sync(partial(self._delete_source_keys, tables, moved))
         obstacles = await rewrite_tables(self._db, self._source.executor, tables)
         features = state.features_text(target.features - {FeatureName.MOVING})
         await self._target.run_sync(
             partial(self._release_target, target.meta_texts[meta.FEATURES], features)
         )
-        return KeyMove(self._to, *target_keys[:2], has_begun, not obstacles, tuple(obstacles))
+        counts = moved.master_count, moved.data_key_count
+        return KeyMove(self._to, *counts, has_begun, not obstacles, tuple(obstacles))
 
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
@@ -255,7 +264,7 @@ class _Move:
     async def _park_and_copy(self, state: _MoveState) -> None:
         source = state.source
         # Reject a malformed row before anything is changed.
-        _, total, _ = await _fingerprint(self._source)
+        total = (await _fingerprint(self._source)).data_key_count
         moving = state.features_text(source.features | {FeatureName.MOVING})
         await self._source.run_sync(partial(self._park_source, source, moving))
         empty_caches()
@@ -347,7 +356,7 @@ class _Move:
         meta.put(connection, meta.HOLDS, holds.value)
 
     def _delete_source_keys(
-        self, tables: list[sa.Table], copy: tuple[int, int, str], connection: sa.Connection
+        self, tables: list[sa.Table], moved: _Fingerprint, connection: sa.Connection
     ) -> None:
         """Delete the keys in the source, and in a key database also all texts of `secure_meta`."""
         if tables:
@@ -356,7 +365,7 @@ class _Move:
                 self._require_own_run(connection)
                 deleted = [connection.execute(sa.delete(table)).rowcount for table in tables]
                 # If the numbers differ, another process has stored a key since the comparison.
-                if deleted != list(copy[:2]):
+                if deleted != [moved.master_count, moved.data_key_count]:
                     raise SecureSessionError(_CHANGED, retryable=True)
         if not self._to_key_db:
             meta.remove_all(connection)
@@ -387,8 +396,7 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
     return row._replace(id=~row.id) if row.id < 0 else row
 
 
-async def _fingerprint(database: RetryingExecutor) -> tuple[int, int, str]:
-    """Return the numbers of master keys and data keys, and a hash of all rows, as if unparked."""
+async def _fingerprint(database: RetryingExecutor) -> _Fingerprint:
     digest, count = hashlib.sha256(), 0
     rows = each(pages(database.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow))
     masters = sorted([_unparked(row) async for row in rows])
@@ -403,7 +411,7 @@ async def _fingerprint(database: RetryingExecutor) -> tuple[int, int, str]:
             raise TamperedError(detail, Reason.MALFORMED, data_keys.name, row.id)
         digest.update(repr(tuple(row)).encode())
         count += 1
-    return len(masters), count, digest.hexdigest()
+    return _Fingerprint(len(masters), count, digest.hexdigest())
 
 
 def _reject_in_memory(connection: sa.Connection) -> None:

@@ -150,20 +150,20 @@ async def retire(
     owners = pages(read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner)
     async for owner in each(owners):
         keys = await _retire_data_keys(db, owner, dry_run, throttle)
-        deleted.update(parse_header(row.wrapped)[1] for row in keys.deletable)
+        deleted.update(parse_header(row.wrapped)[1] for row in keys.unused)
         spare += keys.spare
         kept_keys.extend(keys.kept)
         await meter.advance()
     meter.finish()
     known = (await db.reread_keyring()).rows
     key_counts = await _count_by_master(db)
-    would_be_deleted = deleted if dry_run else Counter[int]()
+    expected_deletions = deleted if dry_run else Counter[int]()
     master_ids: tuple[int, ...] = ()
 
     def retire_masters(connection: sa.Connection) -> list[KeptKey]:
         nonlocal master_ids
         kept, deleted_ids = _retire_masters(
-            dry_run, known, key_counts, would_be_deleted, connection
+            dry_run, known, key_counts, expected_deletions, connection
         )
         # If the connection was lost during COMMIT, the attempt may have been committed, and its
         # masters are not stored any more.  After a rollback, they are.
@@ -198,7 +198,7 @@ class _DividedKeys(NamedTuple):
     """The replaced data keys of an owner, and the number of its spare keys."""
 
     kept: list[KeptKey]
-    deletable: list[DataKeyRow]  # no row uses them
+    unused: list[DataKeyRow]
     spare: int = 0
 
 
@@ -225,21 +225,21 @@ async def _retire_data_keys(
         if headers is not None:
             headers |= decrypted_headers
         divided = _divide_keys(stored, named_ids, headers)
-        if divided.deletable and not has_key_database and not dry_run:
-            _delete_keys(divided.deletable, connection)
-        deleted = [row for row in deleted if row not in stored] + divided.deletable
+        if divided.unused and not has_key_database and not dry_run:
+            _delete_keys(divided.unused, connection)
+        deleted = [row for row in deleted if row not in stored] + divided.unused
         return divided
 
     divided = await db.runner.data_db.run_sync(divide_and_delete, commit=not dry_run)
     if not has_key_database:
-        return divided._replace(deletable=deleted)
-    if divided.deletable and not dry_run:
+        return divided._replace(unused=deleted)
+    if divided.unused and not dry_run:
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
         # - Every key that is deleted here is older than all keys in use.  With a key database, a
         #   service never replaces a record by a record under an older key.
-        await db.runner.key_db.run_sync(partial(_delete_keys, divided.deletable))
+        await db.runner.key_db.run_sync(partial(_delete_keys, divided.unused))
     return divided
 
 
@@ -390,7 +390,7 @@ def _retire_masters(
     dry_run: bool,
     known: Mapping[int, MasterKeyRow],
     key_counts: Counter[int] | None,
-    would_be_deleted: Counter[int],
+    expected_deletions: Counter[int],
     connection: sa.Connection,
 ) -> tuple[list[KeptKey], tuple[int, ...]]:
     """Delete the replaced data masters that wrap no data key.
@@ -399,7 +399,7 @@ def _retire_masters(
 
     Keep all data masters if the keyring has rows that are not *known*, or if *key_counts* is None.
     Somebody may have modified headers since *key_counts* was counted: the larger number decides.
-    *would_be_deleted* counts the stored data keys that only a dry run has not deleted.
+    *expected_deletions* counts the data keys, by master, that a dry run would have deleted.
     """
     dialect_of(connection).set_read_committed(connection)
     if not dry_run:
@@ -419,8 +419,8 @@ def _retire_masters(
     known_headers = {build_header(WRAP_BACKEND_ID, row.id) for row in rows}
     unknown = sum(number for header, number in counts.items() if header not in known_headers)
     now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
-    largest = Counter(now) | key_counts
-    uses = [(row, max(largest[row.id] - would_be_deleted[row.id], 0) + unknown) for row in older]
+    largest = (Counter(now) | key_counts) - expected_deletions
+    uses = [(row, largest[row.id] + unknown) for row in older]
     kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
     unused_ids = tuple(row.id for row, number in uses if not number)
     if unused_ids and not dry_run:
