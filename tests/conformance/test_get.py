@@ -191,8 +191,8 @@ async def test_append_to_a_partly_loaded_session_is_accepted(
 ) -> None:
     session = await with_events(service, TIMES)
     part = await reload(service, session, **config)
-    await service.append_event(part, event(id="e5", delta={"n": 5}))
-    await service.append_event(part, event(id="e6", delta={"n": 6}))
+    await service.append_event(part, event(id="e5", timestamp=START + 5, delta={"n": 5}))
+    await service.append_event(part, event(id="e6", timestamp=START + 6, delta={"n": 6}))
     whole = await reload(service, session)
     assert ids(whole.events) == [f"e{n}" for n in range(7)]
     assert whole.state == part.state
