@@ -34,7 +34,7 @@ from adk_secure_sessions.keys.data_keys import (
     wrap_data_key,
 )
 from adk_secure_sessions.keys.keyring import SeparationState
-from adk_secure_sessions.telemetry import Operation, cipher_kind
+from adk_secure_sessions.telemetry import MeasuredCall, cipher_kind
 from tests.storage.support import ANOTHER_MASTER, MASTER, data_keys, fingerprints, keyring
 
 ADA, BOB = b"tag of ada......", b"tag of bob......"
@@ -452,7 +452,7 @@ def test_record_of_each_kind_is_decrypted_and_both_are_counted(
     staged = TransactionKeys(data_keys())
     staged.create_data_key(ADA)
     assert decrypt(staged, encrypt(staged, plaintext)) == plaintext, "nothing is measured"
-    staged.measured_call = operation = Operation("test")
+    staged.measured_call = operation = MeasuredCall("test")
     times = [perf_counter()]
     stored = encrypt(staged, plaintext)
     times.append(perf_counter())
@@ -474,7 +474,7 @@ def test_records_that_were_decrypted_elsewhere_are_counted_if_anything_is_measur
     staged = read(keys, [row])
     key = staged.key_of(ADA, build_header(row.backend_id, row.id))
     staged.count_work("decrypt", key, 7, perf_counter())
-    staged.measured_call = operation = Operation("test")
+    staged.measured_call = operation = MeasuredCall("test")
     before = perf_counter()
     staged.count_work("decrypt", key, 7, before - 100)
     ((kind, size, seconds),) = operation.measurements

@@ -26,7 +26,7 @@ from adk_secure_sessions.keys import remote
 from adk_secure_sessions.keys.remote import (
     RemoteKey,
     check_transport,
-    in_thread,
+    in_daemon_thread,
     is_plain_http,
     require,
 )
@@ -281,18 +281,18 @@ async def test_debug_log_of_a_library_is_discarded_in_our_calls_only(
 
 
 async def test_blocking_call_runs_in_a_thread() -> None:
-    assert await in_thread(lambda: threading.current_thread().name) == "key service"
+    assert await in_daemon_thread(lambda: threading.current_thread().name) == "key service"
 
 
 async def test_error_of_a_blocking_call_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        await in_thread(lambda: bytes(1 // 0))
+        await in_daemon_thread(lambda: bytes(1 // 0))
 
 
 async def stuck(number: int) -> threading.Event:
     """Abandon *number* calls, which end after the event is set."""
     event = threading.Event()
-    calls = [asyncio.create_task(in_thread(event.wait)) for _ in range(number)]
+    calls = [asyncio.create_task(in_daemon_thread(event.wait)) for _ in range(number)]
     await asyncio.sleep(0)
     for call in calls:
         call.cancel()
@@ -304,7 +304,7 @@ async def test_calls_that_never_end_block_no_other_threads() -> None:
     event = await stuck(50)
     try:
         assert await asyncio.to_thread(lambda: 7) == 7
-        assert await in_thread(lambda: 8) == 8
+        assert await in_daemon_thread(lambda: 8) == 8
     finally:
         event.set()
 
@@ -315,17 +315,17 @@ async def test_number_of_calls_that_never_end_is_limited(monkeypatch: pytest.Mon
         remote._abandoned.pop().join(10)
     event = await stuck(5)
     with pytest.raises(TimeoutError):
-        await in_thread(lambda: 8)
+        await in_daemon_thread(lambda: 8)
     event.set()
     for thread in remote._abandoned:
         thread.join(10)
-    assert await in_thread(lambda: 8) == 8
+    assert await in_daemon_thread(lambda: 8) == 8
     assert remote._abandoned == []
 
 
 async def test_thread_of_a_closed_call_is_counted() -> None:
     event = threading.Event()
-    call = in_thread(event.wait)
+    call = in_daemon_thread(event.wait)
     call.send(None)
     call.close()
     try:
@@ -336,11 +336,11 @@ async def test_thread_of_a_closed_call_is_counted() -> None:
 
 NEVER_ENDS = """
 import asyncio, threading
-from adk_secure_sessions.keys.remote import in_thread
+from adk_secure_sessions.keys.remote import in_daemon_thread
 
 async def main():
     try:
-        await asyncio.wait_for(in_thread(threading.Event().wait), 0.05)
+        await asyncio.wait_for(in_daemon_thread(threading.Event().wait), 0.05)
     except TimeoutError:
         print("timed out")
 

@@ -447,7 +447,7 @@ def _fork_while_values_are_added_up(say: Say) -> None:
     with telemetry._sums_lock.lock:
         child = os.fork()
         if not child:  # in the block: at its end, the child would release the lock itself
-            operation = telemetry.Operation("append")
+            operation = telemetry.MeasuredCall("append")
             operation.measurements += [(telemetry.cipher_kind("a", "encrypt"), 1, 0.0)] * 10**5
             signal.alarm(10)  # ends a child that waits for ever
             operation.compact()
@@ -509,11 +509,11 @@ def test_operation_may_end_in_another_context(monkeypatch: pytest.MonkeyPatch) -
 
     @telemetry.measured
     async def endless() -> None:
-        entered.append(telemetry.current_operation())
+        entered.append(telemetry.current_call())
         await asyncio.sleep(0)
 
     call = endless()
     copy_context().run(call.send, None)
     call.close()  # as the collector of garbage does
     assert entered != [None]
-    assert telemetry.current_operation() is None
+    assert telemetry.current_call() is None

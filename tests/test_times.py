@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.events import microseconds
-from adk_secure_sessions.formats.times import datetime_of, lifetime_of, of_datetime, parse_age
+from adk_secure_sessions.formats.times import datetime_of, lifetime_of, microseconds_of, parse_age
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_seconds_become_microseconds(timestamp: float, expected: int) -> None:
 @example(-0.000_000_5)
 @example(1.999_999_9)
 def test_rounding_is_that_of_fromtimestamp(timestamp: float) -> None:
-    assert microseconds(timestamp) == of_datetime(datetime.fromtimestamp(timestamp, UTC))
+    assert microseconds(timestamp) == microseconds_of(datetime.fromtimestamp(timestamp, UTC))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_impossible_time_is_rejected(timestamp: Any) -> None:
 @pytest.mark.parametrize("hours", [0, 2, -7])
 def test_datetime_of_any_time_zone_becomes_microseconds(hours: int) -> None:
     time = datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=UTC)
-    found = of_datetime(time.astimezone(timezone(timedelta(hours=hours))))
+    found = microseconds_of(time.astimezone(timezone(timedelta(hours=hours))))
     assert (found, type(found)) == (1_704_164_645_000_006, int)
     assert datetime_of(found) == time
 

@@ -39,7 +39,7 @@ from adk_secure_sessions.listings import (
     position_text,
 )
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.features.audit_trail import access_auditing
+from adk_secure_sessions.storage.features.audit_trail import auditing_for
 from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.expiry import Expiry
 from adk_secure_sessions.storage.features.search_index import SearchIndex
@@ -182,7 +182,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
-        self._auditing = access_auditing(runner, audit)
+        self._auditing = auditing_for(runner, audit)
 
     @property
     def backend(self) -> EncryptionBackend:
@@ -275,7 +275,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             else:
                 if self._lifetime is not None:
                     await self._expiry.delete_some(self._delete_expired)
-                return _session(app_name, created)
+                return _to_session(app_name, created)
             if not has_expired or not await self._delete_expired(app_name, user_id, session_id):
                 raise AlreadyExistsError("A session with this id already exists.")
 
@@ -330,10 +330,10 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         )
         if loaded is None:
             return None
-        view, history = loaded
+        stored, history = loaded
         if after is not None and limit is not None:
             history = history[-limit:]
-        return _session(app_name, view, history)
+        return _to_session(app_name, stored, history)
 
     @audited_access("session.read")
     async def list_events_page(
@@ -371,7 +371,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._identify(app_name, user_id, session_id)
         position, newest = parse_event_position(after), order == "newest"
         page = await self._runner.run(
-            reads.ListEvents(identity, events.decode, position, limit=limit, newest=newest)
+            reads.ListEventsPage(identity, events.decode, position, limit=limit, newest=newest)
         )
         if page is None:
             raise SessionNotFoundError("Session not found.")
@@ -417,7 +417,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 False.  The message names the session's row.
         """
         listing = partial(reads.ListSessions, skips_unreadable=self._skips_unreadable)
-        return self._list_response(app_name, await self._list(app_name, user_id, listing))
+        return self._to_response(app_name, await self._list(app_name, user_id, listing))
 
     @audited_access("sessions.list")
     async def list_sessions_page(
@@ -460,7 +460,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             with_snapshots=include_state,
             skips_unreadable=self._skips_unreadable,
         )
-        page = await self._list(app_name, user_id, partial(reads.ListPage, options=options))
+        page = await self._list(app_name, user_id, partial(reads.ListSessionsPage, options=options))
         listed = self._to_sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
 
@@ -508,7 +508,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             _NO_LIMIT, updated=updated, skips_unreadable=self._skips_unreadable
         )
         page = await self._find(app_name, key, value, options)
-        return self._list_response(app_name, page.items)
+        return self._to_response(app_name, page.items)
 
     @audited_access("sessions.find")
     async def find_sessions_page(
@@ -547,7 +547,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     async def _find(
         self, app_name: str, key: str | None, value: object, options: reads.PageOptions
-    ) -> reads.PageOfSessions:
+    ) -> reads.StoredSessionPage:
         if key is not None:
             check_ids(app_name)
             # As a session's state would contain the value after it was stored.
@@ -557,7 +557,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             raise ValueError(
                 "give a key, updated_after or updated_before; a value needs the key, too"
             )
-        return await self._list(app_name, None, partial(reads.ListPage, options=options))
+        return await self._list(app_name, None, partial(reads.ListSessionsPage, options=options))
 
     async def _list(
         self, app_name: str, user_id: str | None, listing: Callable[..., reads.Listing[T]]
@@ -565,19 +565,19 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._identify(app_name, "" if user_id is None else user_id)
         return await self._runner.run(listing(identity, of_app=user_id is None))
 
-    def _list_response(self, app_name: str, views: list[SessionWithStates]) -> ListSessionsResponse:
-        views.sort(
-            key=lambda view: (view.session.row.updated_at, view.user_id, view.session.session_id)
+    def _to_response(self, app_name: str, stored: list[SessionWithStates]) -> ListSessionsResponse:
+        stored.sort(
+            key=lambda one: (one.session.row.updated_at, one.user_id, one.session.session_id)
         )
-        return ListSessionsResponse(sessions=self._to_sessions(app_name, views))
+        return ListSessionsResponse(sessions=self._to_sessions(app_name, stored))
 
     def _to_sessions(
-        self, app_name: str, views: list[SessionWithStates], *, include_state: bool = True
+        self, app_name: str, stored: list[SessionWithStates], *, include_state: bool = True
     ) -> list[Session]:
         listed = []
-        for view in views:
+        for one in stored:
             try:
-                listed.append(_session(app_name, view, include_state=include_state))
+                listed.append(_to_session(app_name, one, include_state=include_state))
             except DecryptionError as error:
                 if not self._skips_unreadable:
                     raise
@@ -665,7 +665,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
         def apply_to_session(new: StoredSession) -> None:
             session.last_update_time = new.row.updated_at / 1_000_000
-            session._storage_update_marker = _marker(new)
+            session._storage_update_marker = _marker_of(new)
             session.state.update(event.actions.state_delta or {})
             session.events.append(event)
 
@@ -684,15 +684,16 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         loaded = await self._runner.run(reads.GetSession(identity, events.decode, limit=1))
         if loaded is None:
             raise SessionNotFoundError("Session not found.")
-        view, last = loaded
-        known, stored = session.events[-1:], view.session
+        stored, last = loaded
+        known = session.events[-1:]
         same_end = [event.id for event in known] == [event.id for event in last]
         # If the application converts a session object to JSON and back, the object loses its
         # marker.  If the object was read without events, compare the time of the last update.
-        same_time = not known and stored.row.updated_at == microseconds(session.last_update_time)
+        updated_at = stored.session.row.updated_at
+        same_time = not known and updated_at == microseconds(session.last_update_time)
         if not (same_end or same_time):
             raise StaleSessionError(STALE_TEXT)
-        return stored.id_and_revision
+        return stored.session.id_and_revision
 
     async def flush(self) -> None:
         """Do nothing: `append_event` returns after the event is stored."""
@@ -819,13 +820,13 @@ def check_ids(
             raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
-def _marker(stored: StoredSession) -> str:
+def _marker_of(stored: StoredSession) -> str:
     """Return a session object's `_storage_update_marker`: the stored row id and revision."""
     return f"{stored.row.id:x}.{stored.row.revision}"
 
 
 def _parse_marker(marker: str) -> SessionRevision:
-    """Return the row id and the revision in *marker*; -1 for both if `_marker` did not make it."""
+    """Return the row id and the revision in *marker*; -1 for both if it is not ours."""
     row, _, revision = marker.partition(".")
     try:
         return SessionRevision(int(row, 16), int(revision))
@@ -835,43 +836,42 @@ def _parse_marker(marker: str) -> SessionRevision:
         return _NO_SESSION
 
 
-def _merged_state(view: SessionWithStates) -> dict[str, Any]:
-    stored, no_state = view.session, b"{}"
-    table, row = sessions.name, stored.row.id
+def _merged_state(stored: SessionWithStates) -> dict[str, Any]:
+    session, no_state = stored.session, b"{}"
+    table, row = sessions.name, session.row.id
     try:
-        own = load_state(stored.overlay)
-        if (snapshot := stored.snapshot) is not None and snapshot != no_state:
+        own = load_state(session.overlay)
+        if (snapshot := session.snapshot) is not None and snapshot != no_state:
             table = snapshots.name
             own = load_state(snapshot) | own
-        if view.user_state == no_state == view.app_state:
+        if stored.user_state == no_state == stored.app_state:
             return own  # as in most listings: a session takes 3% less time
-        table, row = users.name, stored.row.user_row
-        user = load_state(view.user_state)
+        table, row = users.name, session.row.user_row
+        user = load_state(stored.user_state)
     except DecryptionError as error:
         raise error.located(table, row) from None
-    return json_text.merge_scopes(load_state(view.app_state, "the app's state"), user, own)
+    return json_text.merge_scopes(load_state(stored.app_state, "the app's state"), user, own)
 
 
-def _session(
+def _to_session(
     app_name: str,
-    view: SessionWithStates,
+    stored: SessionWithStates,
     history: list[Event] | None = None,
     *,
     include_state: bool = True,
 ) -> Session:
-    """Return ADK's `Session` object for *view*, with the events *history*."""
-    stored = view.session
+    """Return ADK's `Session` object for *stored*, with the events *history*."""
     session = Session(
-        id=stored.session_id,
+        id=stored.session.session_id,
         app_name=app_name,
-        user_id=view.user_id,
-        state=_merged_state(view) if include_state else {},
+        user_id=stored.user_id,
+        state=_merged_state(stored) if include_state else {},
         events=[],
-        last_update_time=stored.row.updated_at / 1_000_000,
+        last_update_time=stored.session.row.updated_at / 1_000_000,
     )
     # Set the events here and not in the call of Session(): there, pydantic would validate each
     # event again.
     if history:
         session.events = history
-    session._storage_update_marker = _marker(stored)
+    session._storage_update_marker = _marker_of(stored.session)
     return session

@@ -4,8 +4,8 @@ Nothing is measured until the application has set a meter provider or a tracer p
 attribute or span contains an id, a key or plaintext.
 
 Recording one value takes 5 to 16 µs.  This is longer than encrypting one event, and one operation
-may encrypt thousands of events.  Therefore an `Operation` object adds up the times and the sizes,
-and the sums are recorded once, at the end of the operation.
+may encrypt thousands of events.  Therefore a `MeasuredCall` object adds up the times and the sizes,
+and the sums are recorded once, at the end of the call.
 """
 
 import sys
@@ -52,7 +52,7 @@ _CIPHER_SECONDS = (
 # The upper limits for the number of transactions that one commit of SQLite stores.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
-_MAX_MEASUREMENTS = 1000  # of an operation, before they are added up
+_MAX_MEASUREMENTS = 1000  # of a call, before they are added up
 # An error may come from a backend or a key provider of the application, with any text as table.  So
 # only these names of tables are recorded.
 TABLES = frozenset({
@@ -155,14 +155,14 @@ _Attributes = dict[str, str | bool]
 
 @dataclass(slots=True, eq=False)
 class WorkKind:
-    """What an operation has done: encrypt or decrypt with one backend, or look up in one cache."""
+    """What a call has done: encrypt or decrypt with one backend, or look up in one cache."""
 
     # The SDK only reads attributes, so that all records can share them.
     amount_attributes: _Attributes  # of bytes of plaintext, or lookups
     duration_attributes: list[_Attributes] | None  # by size class; not of lookups
 
 
-@lru_cache(maxsize=256)  # two databases in one operation have the same kinds
+@lru_cache(maxsize=256)  # two databases in one call have the same kinds
 def cipher_kind(backend: str, direction: str) -> WorkKind:
     """Return the kind of an encryption or a decryption: *direction* is `encrypt` or `decrypt`."""
     attributes: _Attributes = {BACKEND: backend, DIRECTION: direction}
@@ -183,7 +183,7 @@ Measurement = tuple[WorkKind, int, float]
 _Sums = dict[WorkKind, tuple[int, float]]
 
 
-class Operation:
+class MeasuredCall:
     """The measured times, sizes and lookups of one call of a service or one maintenance command.
 
     Several threads may append a measurement for each encryption, decryption and lookup, which needs
@@ -227,9 +227,9 @@ class Operation:
 _sums_lock = ThreadLock()
 
 
-_current: ContextVar[Operation | None] = ContextVar(f"{_NAME}_operation", default=None)
-# Returns the operation that the current task runs; None if nothing is measured.
-current_operation: Callable[[], Operation | None] = _current.get
+_current: ContextVar[MeasuredCall | None] = ContextVar(f"{_NAME}_operation", default=None)
+# Returns the call that the current task runs; None if nothing is measured.
+current_call: Callable[[], MeasuredCall | None] = _current.get
 
 
 async def _recorded(
@@ -290,16 +290,16 @@ def call_measured(
 
 async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[T]]) -> T:
     otel = _instruments()
-    operation, attributes = Operation(method.__name__), {OPERATION: method.__name__}
+    measured_call, attributes = MeasuredCall(method.__name__), {OPERATION: method.__name__}
     before = _current.get()
-    _current.set(operation)  # as `concurrency.context_value` does, which takes longer
+    _current.set(measured_call)  # as `concurrency.context_value` does, which takes longer
     try:
         return await _recorded(
             otel, method.__qualname__, otel.internal, otel.operation_duration, attributes, call
         )
     finally:
         _current.set(before)
-        operation.record(otel)
+        measured_call.record(otel)
 
 
 async def key_service_call(provider: str, operation: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -332,5 +332,5 @@ def record_group_commit(transactions: int) -> None:
 
 def set_progress(fraction: float) -> None:
     """Record which fraction of the running maintenance command is done, from 0 to 1."""
-    if (operation := _current.get()) is not None:
-        _instruments().progress.set(fraction, {OPERATION: operation.name})
+    if (measured_call := _current.get()) is not None:
+        _instruments().progress.set(fraction, {OPERATION: measured_call.name})

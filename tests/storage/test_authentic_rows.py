@@ -45,10 +45,10 @@ async def test_session_that_is_stored_twice_is_listed_once(
         await ListSessions(WHO, of_app=of_app, skips_unreadable=False).execute(
             stored.reading(twice)
         )
-    views = await ListSessions(WHO, of_app=of_app, skips_unreadable=True).execute(
+    listed = await ListSessions(WHO, of_app=of_app, skips_unreadable=True).execute(
         stored.reading(twice)
     )
-    assert [view.session.row.id for view in views] == [3]
+    assert [one.session.row.id for one in listed] == [3]
     assert len(caplog.records) == 1
 
 

@@ -23,7 +23,7 @@ from adk_secure_sessions.cli.options import (
 )
 from adk_secure_sessions.cli.output import print_result, progress
 from adk_secure_sessions.cli.program import AGAIN, main, require_confirmation, runner_for
-from adk_secure_sessions.formats.times import of_datetime
+from adk_secure_sessions.formats.times import microseconds_of
 
 
 def _parse_zone(value: str) -> ZoneInfo:
@@ -172,7 +172,7 @@ def _run_with_source(
     source_arguments = {name: options.pop(name) for name in _SOURCE_ARGUMENTS}
     if "since" in options:
         app, since = options.pop("app"), options.pop("since")
-        since = None if since is None else of_datetime(since)
+        since = None if since is None else microseconds_of(since)
         options["selection"] = migration.Selection(app, since)
     with runner_for(db, resume_hint=resume_hint) as runner:
         source = runner.run(migration.open_source(**source_arguments))

@@ -98,7 +98,7 @@ def parse_publicly(data: bytes) -> Event:
     JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
     """
     event = validated(Event, data)
-    if json_text.within_levels(data):
+    if json_text.is_within_levels(data):
         return event
     raise ValueError
 

@@ -63,7 +63,7 @@ def is_within_limits(data: bytes, levels: int = MAX_LEVELS) -> bool:
     return len(data) <= MAX_BYTES and data.startswith(b"{") and _has_at_most_levels(data, levels)
 
 
-def within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
+def is_within_levels(data: bytes, levels: int = MAX_LEVELS) -> bool:
     """Return whether valid JSON has at most *levels* nested lists and objects.
 
     For invalid JSON, the result is undefined.
@@ -416,7 +416,7 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
     """Parse JSON with so many levels, or with lone surrogates; return None if it is neither."""
     try:
         value = from_json(data)
-        return value if within_levels(data, levels) else None
+        return value if is_within_levels(data, levels) else None
     except ValueError:
         pass
     # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and parse

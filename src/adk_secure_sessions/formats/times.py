@@ -21,7 +21,7 @@ def time_now() -> int:
 
 def time_ago(age: timedelta) -> int:
     """Return the time that was *age* ago, but no earlier time than the beginning of the year 1."""
-    return max(of_datetime(datetime.min.replace(tzinfo=UTC)), time_now() - age // _MICROSECOND)
+    return max(microseconds_of(datetime.min.replace(tzinfo=UTC)), time_now() - age // _MICROSECOND)
 
 
 def parse_age(text: str) -> timedelta | None:
@@ -42,7 +42,7 @@ def lifetime_of(expires_after: timedelta | None) -> int | None:
     return expires_after // _MICROSECOND
 
 
-def of_datetime(time: datetime) -> int:
+def microseconds_of(time: datetime) -> int:
     """Convert *time*, which has a time zone, to microseconds."""
     return (time - _EPOCH) // _MICROSECOND
 

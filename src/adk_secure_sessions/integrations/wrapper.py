@@ -56,7 +56,7 @@ from adk_secure_sessions.service import (
 )
 from adk_secure_sessions.storage import key_operations
 from adk_secure_sessions.storage.feature_list import Feature
-from adk_secure_sessions.storage.features.audit_trail import access_auditing
+from adk_secure_sessions.storage.features.audit_trail import auditing_for
 from adk_secure_sessions.storage.opening import open_database
 from adk_secure_sessions.storage.operation_runner import OperationRunner
 from adk_secure_sessions.storage.schema import Identity
@@ -151,7 +151,7 @@ class EncryptedSessionWrapper(HoldsSecrets, ClosedByWith, BaseSessionService):
         )
         self._skips_unreadable = skip_unreadable_sessions
         # A change is stored by the inner service, so no transaction could also store its record.
-        self._auditing = access_auditing(self._runner, audit)
+        self._auditing = auditing_for(self._runner, audit)
         self._feature = Feature(self._runner, FeatureName.WRAPPER)
         self._locks = LoopLocks()
 

@@ -20,7 +20,7 @@ from adk_secure_sessions.keys.remote import (
     TIMEOUT,
     RemoteKey,
     check_transport,
-    in_thread,
+    in_daemon_thread,
     is_plain_http,
     require,
 )
@@ -144,14 +144,14 @@ class AwsKmsKey(RemoteKey):
             raise ConfigurationError(f"the AWS configuration cannot be used ({name})") from None
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await in_thread(
+        return await in_daemon_thread(
             lambda: self._call("encrypt", "CiphertextBlob", associated_data, Plaintext=plaintext)
         )
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         # `_call` sends the key's name.  Without the name, AWS decrypts with any key that the
         # ciphertext names, even an attacker's key in another account.
-        return await in_thread(
+        return await in_daemon_thread(
             lambda: self._call("decrypt", "Plaintext", associated_data, CiphertextBlob=sealed)
         )
 

@@ -182,7 +182,7 @@ class TransactionKeys:
         # Whether `unwrap` has rejected a row because its data master is not known, while the stored
         # keyring differs from the keyring of this process.
         self.lacks_master: bool = False
-        self.measured_call: telemetry.Operation | None = telemetry.current_operation()
+        self.measured_call: telemetry.MeasuredCall | None = telemetry.current_call()
         if self.measured_call is not None:
             self.measured_call.compact()
 

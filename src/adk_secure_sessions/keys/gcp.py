@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_daemon_thread, require
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -121,7 +121,7 @@ class GcpKmsKey(RemoteKey):
         try:
             if self._safe_credentials is None:
                 # google-auth blocks: it reads files or calls the machine's metadata service.
-                self._safe_credentials = await in_thread(
+                self._safe_credentials = await in_daemon_thread(
                     partial(_find_credentials, self._credentials)
                 )
             async with self._client(self._safe_credentials) as client:

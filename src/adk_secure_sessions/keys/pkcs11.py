@@ -16,7 +16,7 @@ from adk_secure_sessions.crypto.aead import GCM_TAG_LENGTH, KEY_LENGTH, NONCE_LE
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
-from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_thread, require
+from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_daemon_thread, require
 
 # Maps an error of python-pkcs11 to the cause and the advice in our error.  An error is named by its
 # class, or if it has no class of its own, by its code: vendors define codes, too.
@@ -144,10 +144,10 @@ class Pkcs11Key(RemoteKey):
         self._pin_error: str | None = None  # a key of `_ADVICE`, if the token rejected the PIN
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await in_thread(lambda: self._use(_encrypt, plaintext, associated_data))
+        return await in_daemon_thread(lambda: self._use(_encrypt, plaintext, associated_data))
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return await in_thread(lambda: self._use(_decrypt, sealed, associated_data))
+        return await in_daemon_thread(lambda: self._use(_decrypt, sealed, associated_data))
 
     def _use(self, use: Callable[[Any, bytes, bytes], bytes], *data: bytes) -> bytes:
         import pkcs11

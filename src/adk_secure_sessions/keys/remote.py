@@ -46,7 +46,7 @@ _LOGGERS = (
 )
 # The host and the port in a URL, without a user name.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][@:\\\s]+)(:[0-9]*)?")
-# The threads of `in_thread` whose callers were cancelled, and how many may run at the same time.
+# The threads of `in_daemon_thread` whose callers were cancelled; how many may run at the same time.
 _abandoned: list[threading.Thread] = []
 _MAX_ABANDONED = 100
 _is_calling: ContextVar[bool] = ContextVar("adk_secure_sessions_is_calling", default=False)
@@ -183,7 +183,7 @@ def _silence_libraries() -> None:
             logging.getLogger(name).addFilter(_log_filter)
 
 
-async def in_thread(call: Callable[[], T]) -> T:
+async def in_daemon_thread(call: Callable[[], T]) -> T:
     """Run *call*, which blocks, in a thread, and return its result.
 
     If the caller is cancelled or closed, the thread runs on, and its result is discarded.  If very

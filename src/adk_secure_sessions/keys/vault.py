@@ -23,7 +23,7 @@ from adk_secure_sessions.keys.remote import (
     TIMEOUT,
     RemoteKey,
     check_transport,
-    in_thread,
+    in_daemon_thread,
     is_plain_http,
     require,
 )
@@ -211,7 +211,7 @@ class VaultKey(RemoteKey):
     async def _read_token(self, path: Path) -> str:
         try:
             # In a thread, so that the timeout also ends the read of a named pipe (FIFO).
-            token = (await in_thread(path.read_bytes)).decode("ascii").strip()
+            token = (await in_daemon_thread(path.read_bytes)).decode("ascii").strip()
             if _HEADER_VALUE.fullmatch(token):
                 return token
         except TimeoutError:

@@ -19,7 +19,7 @@ from adk_secure_sessions.formats.audit_records import (
     open_entry,
     record_context,
 )
-from adk_secure_sessions.formats.times import of_datetime, time_ago
+from adk_secure_sessions.formats.times import microseconds_of, time_ago
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.maintenance.counts import estimate_rows, select_count
 from adk_secure_sessions.maintenance.database import Database
@@ -176,8 +176,8 @@ async def export_audit(
     """
     if any(moment is not None and moment.tzinfo is None for moment in (since, until)):
         raise ConfigurationError("since and until must have a time zone")
-    first_time = 0 if since is None else of_datetime(since)
-    end_time = _MAX_INT64 if until is None else of_datetime(until)
+    first_time = 0 if since is None else microseconds_of(since)
+    end_time = _MAX_INT64 if until is None else microseconds_of(until)
     trail = await _open_checker(db, progress, None)
     result = AuditExport()
 

@@ -133,7 +133,7 @@ _OWNERS = {
 
 async def read_owner(
     db: Database, table: sa.Table, row: OwnerRow
-) -> key_operations.DecryptedOwner | None:
+) -> key_operations.OwnerWithHeaders | None:
     """Decrypt the app or user in *row*, and its version witness; return None if it was deleted."""
     of_user = table is users
     with locating_errors(table.name, row.id):
@@ -145,7 +145,7 @@ async def read_owner(
     return await db.runner.run(key_operations.ReadOwner(identity, of_user=of_user))
 
 
-async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.DecryptedOwner | None:
+async def read_owner_with_tag(db: Database, tag: bytes) -> key_operations.OwnerWithHeaders | None:
     """Do the same as `read_owner` for the app or user with *tag*, if there is one."""
     for table, query in _OWNERS.items():
         for row in await rows_where(db.runner.data_db.read, query, table.c.tag, [tag]):

@@ -20,7 +20,7 @@ from adk_secure_sessions.formats import events, json_text
 from adk_secure_sessions.formats.event_parser import validated
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.records import EncodedEvent
-from adk_secure_sessions.formats.times import of_datetime
+from adk_secure_sessions.formats.times import microseconds_of
 from adk_secure_sessions.migration.pickled_actions import PickleReader
 from adk_secure_sessions.migration.sources import SEE_LIMITS, ConversionError, encoded_state
 from adk_secure_sessions.service import check_ids
@@ -73,7 +73,7 @@ def to_seconds(value: object, zone: tzinfo | None) -> float:
         raise ValueError("a column of times holds no time")
     if value.tzinfo is None:
         value = value.replace(tzinfo=zone) if zone else value.astimezone()
-    return of_datetime(value) / 1_000_000
+    return microseconds_of(value) / 1_000_000
 
 
 def convert_state(value: object) -> bytes:

@@ -42,7 +42,7 @@ def _count_headers(*records: tuple[SealedTable[Any], bytes]) -> HeaderCounts:
     return Counter((table.name, record[:HEADER_LENGTH]) for table, record in records)
 
 
-class DecryptedOwner(NamedTuple):
+class OwnerWithHeaders(NamedTuple):
     """A decrypted app or user; *headers* counts the record in its row, and its version witness."""
 
     app_name: str
@@ -51,7 +51,7 @@ class DecryptedOwner(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class ReadOwner(StorageOperation[DecryptedOwner | None]):
+class ReadOwner(StorageOperation[OwnerWithHeaders | None]):
     """Read an app or, with *of_user*, a user without the row cache; None if it has no row.
 
     *identity* needs only the app and the tag of the owner.
@@ -62,14 +62,14 @@ class ReadOwner(StorageOperation[DecryptedOwner | None]):
 
     of_user: bool = False
 
-    async def execute(self, attempt: Attempt) -> DecryptedOwner | None:
+    async def execute(self, attempt: Attempt) -> OwnerWithHeaders | None:
         rows = await attempt.read(sql.OWNERS)
         owner = _open_owner(attempt, rows, of_user=self.of_user)
         if owner is None:
             return None
         row, witness = owner.row, rows.witnesses[owner.row.tag].record
         headers = _count_headers((sealed_rows.table_of(row), row.record), (WITNESSES, witness))
-        return DecryptedOwner(attempt.identity.app_name, owner, headers)
+        return OwnerWithHeaders(attempt.identity.app_name, owner, headers)
 
 
 def _open_owner(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | None:
@@ -79,7 +79,7 @@ def _open_owner(attempt: Attempt, rows: QueryRows, *, of_user: bool) -> Owner | 
     return sealed_rows.open_app(attempt, rows)
 
 
-class DecryptedSession(NamedTuple, Generic[E]):
+class SessionWithEvents(NamedTuple, Generic[E]):
     """A decrypted session with all its events, and the rows that were read."""
 
     session: StoredSession
@@ -102,7 +102,7 @@ class DecryptedSession(NamedTuple, Generic[E]):
 
 
 @dataclass(eq=False, repr=False)
-class ReadWholeSession(StorageOperation[DecryptedSession[E] | None]):
+class ReadWholeSession(StorageOperation[SessionWithEvents[E] | None]):
     """Read a session with all its events without the row cache; see `ReadOwner` and `GetSession`.
 
     If *checks_owners* is False, the rows of the app and the user are not decrypted: `verify` has
@@ -117,7 +117,7 @@ class ReadWholeSession(StorageOperation[DecryptedSession[E] | None]):
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.checks_owners
 
-    async def execute(self, attempt: Attempt) -> DecryptedSession[E] | None:
+    async def execute(self, attempt: Attempt) -> SessionWithEvents[E] | None:
         rows = await attempt.read(sql.SESSION_WITH_ALL_EVENTS)
         if self.checks_owners:
             _, user = sealed_rows.open_owners(attempt, rows)
@@ -128,7 +128,7 @@ class ReadWholeSession(StorageOperation[DecryptedSession[E] | None]):
         if session is None:
             return None
         decoded = await checked_events(attempt, session, rows.events, self.decode)
-        return DecryptedSession(session, decoded, rows)
+        return SessionWithEvents(session, decoded, rows)
 
 
 class RenewedKey(NamedTuple):

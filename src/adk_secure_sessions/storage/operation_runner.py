@@ -366,7 +366,7 @@ class OperationRunner:
         """Attempt *operation* until it succeeds, and return its result."""
         identity, database_keys = operation.identity, opened.keys
         are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
-        if measured_call := telemetry.current_operation():
+        if measured_call := telemetry.current_call():
             measured_call.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
         key_retries, retries = KeyRetryState(), None
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES

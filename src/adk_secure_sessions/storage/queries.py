@@ -299,11 +299,11 @@ def _listing_of_app() -> QueryVariants:
     return _user_variants(of_app, listed, states.select_from(sessions_and_users))
 
 
-FoundBy = Literal["session", "user", "expiry"]  # see `page_of_sessions`
+FoundBy = Literal["session", "user", "expiry"]  # see `session_page`
 
 
 @functools.cache
-def page_of_sessions(
+def session_page(
     *,
     of_app: bool,
     newest: bool,

@@ -93,10 +93,10 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         if session.has_expired:
             attempt.row_cache.events.drop(session.row.tag)
             return None
-        view = SessionWithStates(session, user.user_id, app.state, user.state)
+        with_states = SessionWithStates(session, user.user_id, app.state, user.state)
         if not self.caches:
-            return view, await self._read_events(attempt, rows, session)
-        return view, await self._cached_events(attempt, rows, session, cached)
+            return with_states, await self._read_events(attempt, rows, session)
+        return with_states, await self._cached_events(attempt, rows, session, cached)
 
     async def _read_events(
         self, attempt: Attempt, rows: QueryRows, session: StoredSession
@@ -157,7 +157,7 @@ async def checked_events(
 
     *link* is that of the event before the first: see `sealed_rows.open_events`.
     """
-    sealed_rows.check_events(session, event_rows, first, session.row.revision - 1)
+    sealed_rows.sort_and_check_events(session, event_rows, first, session.row.revision - 1)
     decoded, link = await _decode_in_chunks(attempt, session, event_rows, link, decode, since)
     sealed_rows.verify_last_link(attempt, session, link)
     return decoded
@@ -215,7 +215,7 @@ class Page(NamedTuple, Generic[E, P]):
 
 
 @dataclass(eq=False, repr=False)
-class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
+class ListEventsPage(StorageOperation[Page[E, EventPosition] | None]):
     """Read a page of at most *limit* events: those after the event at *position*, oldest first.
 
     With *newest*, the newest are first, and the page begins with the event at *position*.  Return
@@ -265,7 +265,7 @@ class ListEvents(StorageOperation[Page[E, EventPosition] | None]):
         If an older event precedes a newest-first page, it is the first of *rows*.  The next page
         begins with this event, and must find its link.
         """
-        sealed_rows.check_events(session, rows, first, last)
+        sealed_rows.sort_and_check_events(session, rows, first, last)
         position, border, link = self.position, None, NO_LINK
         if not self.newest and position:
             link = position.link
@@ -303,13 +303,13 @@ class Listing(StorageOperation[T]):
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skips_unreadable
 
-    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
+    async def _open_sessions(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
         """Return the sessions or collections in *rows* that have not, or have, expired."""
-        owners = {user.row.id: user for user in await self._users(attempt, rows)}
+        owners = {user.row.id: user for user in await self._open_users(attempt, rows)}
         app = sealed_rows.open_app(attempt, rows)
         app_state = app.state if app else b""
         checked_users: set[int] = set()  # the users of *app*, so that each is checked once
-        views = []
+        opened = []
         tags: set[object] = set()
         for row in rows.sessions:
             user = owners.get(row.user_row)
@@ -330,12 +330,12 @@ class Listing(StorageOperation[T]):
                     checked_users.add(user.row.id)
                 is_wanted = session.has_expired == self.lists_expired
                 if is_wanted and session.row.is_collection == self.is_collection:
-                    views.append(SessionWithStates(session, user.user_id, app_state, user.state))
+                    opened.append(SessionWithStates(session, user.user_id, app_state, user.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
-        return views
+        return opened
 
-    async def _users(self, attempt: Attempt, rows: QueryRows) -> list[Owner]:
+    async def _open_users(self, attempt: Attempt, rows: QueryRows) -> list[Owner]:
         """Return the users in *rows* that can be decrypted."""
         if not self.of_app:
             try:
@@ -374,7 +374,7 @@ class ListSessions(Listing[list[SessionWithStates]]):
         if self.is_collection:
             query = sql.COLLECTIONS_OF_USER
         rows = await attempt.read(query)
-        return await self._views(attempt, rows)
+        return await self._open_sessions(attempt, rows)
 
 
 class SessionPosition(NamedTuple):
@@ -384,7 +384,7 @@ class SessionPosition(NamedTuple):
     row_id: int
 
 
-PageOfSessions = Page[SessionWithStates, SessionPosition]
+StoredSessionPage = Page[SessionWithStates, SessionPosition]
 
 
 class PageOptions(NamedTuple):
@@ -403,7 +403,7 @@ class PageOptions(NamedTuple):
     skips_unreadable: bool = False
 
 
-class ListPage(Listing[PageOfSessions]):
+class ListSessionsPage(Listing[StoredSessionPage]):
     """Read a page of the sessions of a user or, with *of_app*, of all users of an app.
 
     Sessions of an app are sorted by the creation of their user first.
@@ -429,22 +429,22 @@ class ListPage(Listing[PageOfSessions]):
             "updated_until": updated.stop,
         }
 
-    async def execute(self, attempt: Attempt) -> PageOfSessions:
+    async def execute(self, attempt: Attempt) -> StoredSessionPage:
         limit, after = self._options.limit, self._options.after
-        views, after = await self._read_batch(attempt, after, limit)
-        while after is not None and len(views) < limit:
+        sessions, after = await self._read_batch(attempt, after, limit)
+        while after is not None and len(sessions) < limit:
             batch, after = await self._read_batch(attempt, after, max(limit, _MIN_BATCH))
-            views += batch
-        if len(views) > limit or (len(views) == limit and after is not None):
-            last = views[limit - 1].session
+            sessions += batch
+        if len(sessions) > limit or (len(sessions) == limit and after is not None):
+            last = sessions[limit - 1].session
             after = SessionPosition(last.row.user_row, last.row.id)
-        return Page(views[:limit], after)
+        return Page(sessions[:limit], after)
 
     async def _read_batch(
         self, attempt: Attempt, position: SessionPosition | None, limit: int
-    ) -> PageOfSessions:
+    ) -> StoredSessionPage:
         """Read at most *limit* rows, and omit collections and expired sessions."""
-        query = sql.page_of_sessions(
+        query = sql.session_page(
             of_app=self.of_app,
             newest=self._options.newest,
             with_snapshots=self._options.with_snapshots,
@@ -461,9 +461,9 @@ class ListPage(Listing[PageOfSessions]):
             del rows.sessions[limit:]
             last = rows.sessions[-1]
             after = SessionPosition(last.user_row, last.id)
-        views = await self._views(attempt, rows)
-        # `_users` removes all sessions of a user who cannot be decrypted: no page follows.
-        return Page(views, after if rows.sessions else None)
+        sessions = await self._open_sessions(attempt, rows)
+        # `_open_users` removes all sessions of a user who cannot be decrypted: no page follows.
+        return Page(sessions, after if rows.sessions else None)
 
 
 class GetStates(StorageOperation[tuple[bytes, bytes]]):

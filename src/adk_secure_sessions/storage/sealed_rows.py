@@ -229,7 +229,9 @@ def _open_snapshot(
         return state
 
 
-def check_events(session: StoredSession, event_rows: list[Row], first: int, last: int) -> None:
+def sort_and_check_events(
+    session: StoredSession, event_rows: list[Row], first: int, last: int
+) -> None:
     """Sort *event_rows* by `seq`; raise TamperedError unless each event of *session* from
     *first* to *last* occurs exactly once, and no other.
     """

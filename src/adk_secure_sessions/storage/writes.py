@@ -605,7 +605,7 @@ def read_with_last_event(attempt: Attempt) -> Steps[tuple[QueryRows, Owner, Stor
     if session is None or user is None:
         raise MissingSession
     last = session.row.revision - 1
-    sealed_rows.check_events(session, rows.events, max(last, 0), last)
+    sealed_rows.sort_and_check_events(session, rows.events, max(last, 0), last)
     before = None if last > 0 else NO_LINK
     _, link = sealed_rows.open_events(attempt, session, rows.events, before)
     sealed_rows.verify_last_link(attempt, session, link)

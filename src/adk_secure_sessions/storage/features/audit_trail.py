@@ -280,7 +280,7 @@ class AuditTrail(HoldsSecrets):
             self.log_heads()
 
 
-def access_auditing(runner: OperationRunner, options: Audit | None) -> AccessAuditing:
+def auditing_for(runner: OperationRunner, options: Audit | None) -> AccessAuditing:
     """Return how a service records accesses: as *options* say, or not if it is None."""
     if options is None:
         return AccessAuditing(None, None)

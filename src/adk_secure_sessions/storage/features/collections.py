@@ -87,11 +87,9 @@ class Collections:
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
         identity = await self.runner.identify(app_name, user_id)
-        views = await self.runner.run(ListSessions(identity, is_collection=True))
-        stored = [view.session for view in views]
-        return [
-            Collection(one.session_id, one.id_and_revision) for one in stored if one.row.revision
-        ]
+        listed = await self.runner.run(ListSessions(identity, is_collection=True))
+        stored = [one.session for one in listed if one.session.row.revision]
+        return [Collection(one.session_id, one.id_and_revision) for one in stored]
 
     async def get(self, address: Address, *, limit: int | None = None) -> Collection | None:
         """Return a collection and its last *limit* (or all) items; None if it is not stored.
@@ -163,8 +161,8 @@ class Collections:
         loaded = await self.runner.run(GetSession(identity, lambda item, *_: item, limit))
         if loaded is None:
             return None
-        view, items = loaded
-        return Collection(identity.session_id, view.session.id_and_revision, tuple(items))
+        stored, items = loaded
+        return Collection(identity.session_id, stored.session.id_and_revision, tuple(items))
 
 
 @dataclass(eq=False, repr=False)

@@ -16,7 +16,7 @@ from adk_secure_sessions.formats.records import decode_text
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, OperationRunner
-from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows, page_of_sessions
+from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows, session_page
 from adk_secure_sessions.storage.reads import Listing
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
@@ -72,8 +72,8 @@ class Expiry:
                 _APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ}
             )
             expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
-            for app_name, view in expired[:_MAX_DELETED]:
-                await delete(app_name, view.user_id, view.session.session_id)
+            for app_name, one in expired[:_MAX_DELETED]:
+                await delete(app_name, one.user_id, one.session.session_id)
             if rows and not expired:
                 self._paused_until = time.monotonic() + _PAUSE
         except Exception as error:  # the new session is stored: its call must not fail
@@ -134,7 +134,7 @@ class _ListExpired(Listing[list[SessionWithStates]]):
         self._now = now
 
     async def execute(self, attempt: Attempt) -> list[SessionWithStates]:
-        query = page_of_sessions(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
+        query = session_page(of_app=True, newest=False, with_snapshots=False, found_by="expiry")
         start = {"after_user": -1, "after_row": -1}
         rows = await attempt.read(query, now=self._now, limit=_MAX_READ, **start)
-        return await self._views(attempt, rows)
+        return await self._open_sessions(attempt, rows)

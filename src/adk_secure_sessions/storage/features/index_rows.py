@@ -161,20 +161,20 @@ def _put_mark(mark: StateIndexRow, connection: sa.Connection) -> None:
 
 
 def entries(
-    attempt: Attempt, prefix: str, state: JsonObject, keys: Container[bytes] | None = None
+    attempt: Attempt, prefix: str, state: JsonObject, key_tags: Container[bytes] | None = None
 ) -> Entries:
     """Return the tags of the indexed keys in *state*, and the tags of their values.
 
-    *prefix* is `user:` for the state of a user, and empty for that of a session.  *keys* are the
-    tags of the keys; None stands for all indexed keys that this process knows.
+    *prefix* is `user:` for the state of a user, and empty for that of a session.  *key_tags*
+    is None for all indexed keys that this process knows.
     """
     master, app_name = attempt.keys.keyring.index_master, attempt.identity.app_name
-    keys = attempt.keys.keyring.indexed_key_tags if keys is None else keys
+    key_tags = attempt.keys.keyring.indexed_key_tags if key_tags is None else key_tags
     value_tags: Entries = {}
-    if keys and not attempt.identity.is_collection:
+    if key_tags and not attempt.identity.is_collection:
         for name, value in state.items():
             key = prefix + name
-            if (tag := master.state_key_tag(app_name, key)) in keys:
+            if (tag := master.state_key_tag(app_name, key)) in key_tags:
                 value_tags[tag] = master.state_value_tag(app_name, key, canonical_json(value))
     return value_tags
 
@@ -224,10 +224,10 @@ class Differences(NamedTuple):
 
     @classmethod
     def between(
-        cls, stored: Iterable[StateIndexRow], expected: Entries, keys: frozenset[bytes]
+        cls, stored: Iterable[StateIndexRow], expected: Entries, key_tags: frozenset[bytes]
     ) -> "Differences":
-        """Compare the *stored* rows with the *expected* entries of keys, whose tags are *keys*."""
-        stored_tags = {row.key_tag: row.value_tag for row in stored if row.key_tag in keys}
+        """Compare the *stored* rows with the *expected* entries of the keys with *key_tags*."""
+        stored_tags = {row.key_tag: row.value_tag for row in stored if row.key_tag in key_tags}
         return cls(
             {tag: value for tag, value in expected.items() if tag not in stored_tags},
             {tag: value for tag, value in expected.items() if stored_tags.get(tag, value) != value},

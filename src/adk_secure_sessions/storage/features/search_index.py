@@ -23,7 +23,12 @@ from adk_secure_sessions.storage.operation_runner import (
     apply_or_conflict,
 )
 from adk_secure_sessions.storage.queries import QueryRows
-from adk_secure_sessions.storage.reads import ListPage, PageOfSessions, PageOptions, SessionPosition
+from adk_secure_sessions.storage.reads import (
+    ListSessionsPage,
+    PageOptions,
+    SessionPosition,
+    StoredSessionPage,
+)
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates
 from adk_secure_sessions.storage.survey import FeatureName
 from adk_secure_sessions.storage.writes import OwnerChanges, Write, read_rows
@@ -48,14 +53,14 @@ class SearchIndex:
 
     async def find(
         self, app_name: str, key: str, value: object, options: PageOptions
-    ) -> PageOfSessions:
+    ) -> StoredSessionPage:
         """Return a page of the sessions of an app whose state contains *key* with *value*, JSON.
 
         *key* is a key of the session's state, or `user:` and a key of the user's state.
         """
         index_rows.check_state_key(key)
         identity = await self._runner.identify(app_name)
-        page = FindPage(identity, options, await self._runner.keyring(), key, value)
+        page = FindSessionsPage(identity, options, await self._runner.keyring(), key, value)
         is_configured = key in self.state_keys  # then, perhaps the app has no sessions yet
         for declares in (False, True) if is_configured else (False,):
             if declares:
@@ -99,7 +104,7 @@ class NotIndexed(Exception):
     """The search index does not have all sessions with the key that a search asks for."""
 
 
-class FindPage(ListPage):
+class FindSessionsPage(ListSessionsPage):
     """Read a page of the sessions of an app whose state contains *key* with *value*, JSON.
 
     The index is not authenticated, so the state of each session that it lists is compared.
@@ -122,21 +127,21 @@ class FindPage(ListPage):
     def _parameters(self, after: SessionPosition | None, limit: int) -> dict[str, object]:
         return super()._parameters(after, limit) | self._tags
 
-    async def _views(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
+    async def _open_sessions(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
         master = attempt.keys.keyring.index_master
         marks = (index_rows.state_of_mark(master, *mark[1:]) for mark in rows.index_rows)
         if IndexState.COMPLETE not in marks:
             raise NotIndexed
-        return list(filter(self._matches, await super()._views(attempt, rows)))
+        return list(filter(self._matches, await super()._open_sessions(attempt, rows)))
 
-    def _matches(self, view: SessionWithStates) -> bool:
+    def _matches(self, stored: SessionWithStates) -> bool:
         """Return whether the state has the value.
 
         Also True if the state is malformed: the caller then raises the error.
         """
-        session = view.session
+        session = stored.session
         states = (
-            [view.user_state] if self._of_users else [session.overlay, session.snapshot or b"{}"]
+            [stored.user_state] if self._of_users else [session.overlay, session.snapshot or b"{}"]
         )
         try:
             for state in map(load_state, states):
@@ -149,7 +154,7 @@ class FindPage(ListPage):
 
 @dataclass(eq=False, repr=False)
 class CheckIndexRows(StorageOperation[tuple[int, Differences] | None]):
-    """Compare the rows of a session, or of a user, with the state, for keys with the tags *keys*.
+    """Compare the rows of a session, or of a user, with the state, for the keys with *key_tags*.
 
     Return the row id in `secure_state_index` and the differences; None if there is no such session
     or user.
@@ -157,13 +162,13 @@ class CheckIndexRows(StorageOperation[tuple[int, Differences] | None]):
 
     needs_fresh_keys = True
 
-    keys: Collection[bytes]
+    key_tags: Collection[bytes]
     of_user: bool
 
     async def execute(self, attempt: Attempt) -> tuple[int, Differences] | None:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
         rows = await attempt.read(query)
-        return _differences(attempt, rows, self.keys, of_user=self.of_user)
+        return _differences(attempt, rows, self.key_tags, of_user=self.of_user)
 
 
 @dataclass(eq=False, repr=False)
@@ -178,7 +183,7 @@ class CorrectIndexRows(Write[int]):
     # An application that writes to a session all the time should not end the command.
     max_conflicts = 10 * MAX_CONFLICTS
 
-    keys: Collection[bytes]
+    key_tags: Collection[bytes]
     of_user: bool
 
     def __post_init__(self) -> None:
@@ -188,7 +193,7 @@ class CorrectIndexRows(Write[int]):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
         query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
         rows = yield from read_rows(attempt, query)
-        compared = _differences(attempt, rows, self.keys, of_user=self.of_user)
+        compared = _differences(attempt, rows, self.key_tags, of_user=self.of_user)
         if compared is None or not compared[1].total:
             return 0
         row_id, differences = compared
@@ -199,18 +204,18 @@ class CorrectIndexRows(Write[int]):
 
 
 def _differences(
-    attempt: Attempt, rows: QueryRows, keys: Collection[bytes], *, of_user: bool
+    attempt: Attempt, rows: QueryRows, key_tags: Collection[bytes], *, of_user: bool
 ) -> tuple[int, Differences] | None:
     user = sealed_rows.open_user(attempt, rows)
     if of_user:
         if user is None:
             return None
         row_id = index_rows.index_row_id(user.row.id)
-        expected = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), keys)
+        expected = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), key_tags)
     else:
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
         row_id = session.row.id
-        expected = index_rows.entries(attempt, "", index_rows.state_of(session), keys)
-    return row_id, Differences.between(rows.index_rows, expected, frozenset(keys))
+        expected = index_rows.entries(attempt, "", index_rows.state_of(session), key_tags)
+    return row_id, Differences.between(rows.index_rows, expected, frozenset(key_tags))
