@@ -30,7 +30,6 @@ TAMPERED = [  # after some of these, no command opens the database
     "UPDATE secure_events SET event = substr(event, 1, length(event) - 1)",
     "UPDATE secure_sessions SET state = x'414b53010300000000000000007b7d', revision = 'x'",
     "UPDATE secure_users SET state = 'text', version = 'text'",
-    "UPDATE secure_apps SET app_name = x'ff', state = NULL WHERE 0",
     "UPDATE secure_apps SET app_name = x'ff'",
     "UPDATE secure_data_keys SET wrapped = 'text'",
     "UPDATE secure_witnesses SET number = 'text'",
