@@ -68,6 +68,7 @@ ON_A_DATABASE = NO_MARKER | {
     "test_config_selects_events_by_time_then_the_last_ones",
     "test_conversation_goes_on_in_another_process",
     "test_deleted_session_is_gone",
+    "test_event_at_exactly_the_bound_is_selected",
     "test_event_of_two_megabytes_is_stored",
     "test_events_of_a_conversation_come_back_equal",
     "test_exactly_one_of_many_creators_of_one_id_wins",

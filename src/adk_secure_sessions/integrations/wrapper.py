@@ -490,6 +490,7 @@ class _SessionCipher:
         session._storage_update_marker = _Marker.of(stored)
         config = config or GetSessionConfig()
         after, limit = config.after_timestamp, config.num_recent_events
+        from_us = events.microseconds(after) if after else None
         history, seen = [], set()
         for number, one in enumerate(stored.events):
             if number % _CHUNK == _CHUNK - 1:
@@ -499,8 +500,8 @@ class _SessionCipher:
                 raise TamperedError("it is stored twice", Reason.MISMATCH, EVENTS, _safe_id(one.id))
             seen.add(text)
             event = self._decrypt_event(one, text)
-            # Filter again: not every service filters events, and some compare rounded times.
-            if not after or event.timestamp >= after:
+            # Filter again: not every service filters events.
+            if from_us is None or events.microseconds(event.timestamp) >= from_us:
                 history.append(event)
         if limit is not None:
             history = history[-limit:] if limit else []
