@@ -176,6 +176,8 @@ class _Move:
             self._db.use_keys(in_key_database=not self._to_key_db)
             try:
                 await self._db.keyring()
+            except ConfigurationError:  # these keys could be opened above: another run moved them
+                raise SecureSessionError(_OVERLAPPED, retryable=True) from None
             finally:  # `close` then closes both databases
                 self._db.use_keys(in_key_database=True)
             state = await self._survey_and_check()
@@ -204,6 +206,9 @@ class _Move:
     async def _survey_and_check(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_unchecked()
+        if data.database_id and not keys.database_id:
+            # The key database is new, or another run has emptied it since the survey of the data.
+            data, keys = await self._db.survey_unchecked()
         await self._db.runner.key_db.run_sync(_reject_in_memory, commit=False)
         is_in_key_db = data.table_set is TableSet.DATA
         require_usable(data, TableSet.DATA if is_in_key_db else TableSet.ALL, create_tables=True)
