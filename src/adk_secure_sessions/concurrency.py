@@ -73,15 +73,12 @@ if hasattr(os, "register_at_fork"):
 
 
 async def await_to_end(
-    task: "asyncio.Future[T]",
-    on_success: Callable[[], None] | None = None,
-    on_cancel: Callable[[], None] = lambda: None,
+    task: "asyncio.Future[T]", on_cancel: Callable[[], None] = lambda: None
 ) -> T:
     """Await *task*, and return its result.
 
     If the caller is cancelled, call *on_cancel*, which may make *task* end sooner, wait until
-    *task* has ended, and raise CancelledError.  In any case, call *on_success* if *task* has ended
-    with a result.
+    *task* has ended, and raise CancelledError.
     """
     try:
         return await asyncio.shield(task)
@@ -89,11 +86,9 @@ async def await_to_end(
         if not task.done():
             on_cancel()
         await wait_ignoring_cancel(task)
+        if not task.cancelled():
+            task.exception()  # of an exception that nobody asked for, asyncio logs an error
         raise
-    finally:
-        # In any case ask for the exception: of one that nobody asked for, asyncio logs an error.
-        if task.done() and not (task.cancelled() or task.exception()) and on_success is not None:
-            on_success()
 
 
 async def wait_ignoring_cancel(task: "asyncio.Future[Any]") -> None:

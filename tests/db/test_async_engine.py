@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import StaticPool
 
 from adk_secure_sessions.db.async_engine import AsyncEngineExecutor
+from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from tests.db.support import apply, insert, stored, things
 
@@ -173,3 +174,29 @@ def test_connections_of_sqlite_serve_event_loops_in_turn(tmp_path: Path) -> None
 
     assert [asyncio.run(use(number)) for number in range(3)] == [1, 2, 3]
     asyncio.run(engine.dispose())
+
+
+def test_error_of_a_write_that_ends_with_its_event_loop_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = AsyncEngineExecutor(
+        create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/things.db"), owns_engine=True
+    )
+
+    async def leave_a_write() -> None:
+        written = asyncio.Event()
+
+        def write(_: sa.Connection) -> None:
+            written.set()
+            try:
+                sa.util.await_only(asyncio.sleep(60))
+            except asyncio.CancelledError:
+                raise Conflict from None  # as if the driver had missed the cancellation
+
+        left.append(asyncio.ensure_future(executor.run_sync(write)))
+        await written.wait()
+
+    left: list[asyncio.Future[None]] = []
+    asyncio.run(leave_a_write())
+    assert left[0].cancelled()
+    assert caplog.messages == []

@@ -202,9 +202,18 @@ class AsyncEngineExecutor:
         """
         self.begin_call()
         results: list[T] = []
+        errors: list[Exception] = []
 
         async def run() -> None:
-            results.append(await work())  # the debug log of asyncio quotes the result of a task
+            # The task itself returns and raises nothing: asyncio quotes its result in the debug
+            # log, and logs its error if `asyncio.run` has cancelled it at the end of the loop.
+            try:
+                results.append(await work())
+            except Exception as error:
+                errors.append(error)
+            else:
+                if on_commit is not None:
+                    on_commit()
 
         task = asyncio.ensure_future(run())
         self._tasks.add(task)
@@ -216,7 +225,9 @@ class AsyncEngineExecutor:
             elif interruptible:
                 self._interrupt(task)
 
-        await await_to_end(task, on_commit, on_cancel)
+        await await_to_end(task, on_cancel)
+        if errors:
+            raise errors.pop()
         return results[0]
 
     def _change(self, connection: sa.Connection, change: Change) -> int:
