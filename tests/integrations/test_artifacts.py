@@ -256,10 +256,12 @@ async def test_bad_input_stores_nothing(
 ) -> None:
     text = types.Part(text="x")
     for metadata in ({"f": print}, {"n": 10**5000}):
-        with pytest.raises(ValueError, match="custom_metadata"):
+        with pytest.raises(InputValidationError, match="custom_metadata"):
             await ours.save_artifact(**HERE, artifact=text, custom_metadata=metadata)
     with pytest.raises(InputValidationError, match="filename has more than 1024 bytes"):
         await ours.save_artifact(**WHO, session_id="s", filename="x" * 1025, artifact=text)
+    with pytest.raises(InputValidationError, match="user_id has more than 1024 bytes"):
+        await ours.list_artifact_keys(**WHO | {"user_id": "x" * 1025})
     with pytest.raises(ConfigurationError):
         EncryptedArtifactService(sessions, "ftp://x")
     assert list((tmp_path / "blobs").iterdir()) == []
@@ -309,7 +311,7 @@ BAD_PARTS = {
 async def test_part_that_could_not_be_read_back_is_not_stored(
     ours: EncryptedArtifactService, part: types.Part, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="artifact") as rejection:
+    with pytest.raises(InputValidationError, match="artifact") as rejection:
         await ours.save_artifact(**HERE, artifact=part)
     assert "SECRET" not in str(rejection.value)
     assert await ours.list_artifact_keys(**WHO, session_id="s1") == []

@@ -6,8 +6,8 @@ bucket contains the content of a version: see docs/format.md, "Blobs".
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
@@ -126,10 +126,10 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
         Raises:
             InputValidationError: *artifact* is no part, or has neither bytes, nor text, nor a
-                reference to a file.  Or an id or the name is no string or too long.  Or the name
-                does not begin with `user:`, and *session_id* is None.
-            ValueError: The part would change when it is stored and read back, or *custom_metadata*
-                contains a value that cannot be converted to JSON.
+                reference to a file, or would change when it is stored and read back.  Or
+                *custom_metadata* contains a value that cannot be converted to JSON.  Or an id or
+                the name is no string or too long.  Or the name does not begin with `user:`, and
+                *session_id* is None.
             ArtifactStoreError: The content could not be stored, and no version was added.
             SecureSessionError: The row could not be stored; see `EncryptedSessionService`.
         """
@@ -184,7 +184,8 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
         If *session_id* is given, also return the names of that session's artifacts.
         """
-        check_ids(app_name, user_id, session_id or "")
+        with _input_errors():
+            check_ids(app_name, user_id, session_id or "")
         collections = await self._collections.of_user(app_name, user_id)
         artifacts = filter(None, [parse_name(collection.name) for collection in collections])
         return sorted(name for scope, name in artifacts if scope in (None, session_id))
@@ -309,7 +310,8 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         pieces: AsyncIterable[bytes] | None,
         metadata: dict[str, Any] | None,
     ) -> int:
-        checked = json_text.exact_values(metadata or {}, _LEVELS, "custom_metadata")
+        with _input_errors():
+            checked = json_text.exact_values(metadata or {}, _LEVELS, "custom_metadata")
         values = {"part": part, "metadata": checked, "time": time.time()}
         return await add_version(self._collections, self._store, address, values, pieces)
 
@@ -371,12 +373,19 @@ async def _recording_rejections(
         raise
 
 
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    """Replace a ValueError: `adk web` answers only an InputValidationError with status 400."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputValidationError(str(error)) from None
+
+
 def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> Address:
     """Check the arguments; return where the artifact is stored."""
-    try:
+    with _input_errors():
         check_ids(app_name, user_id, session_id or "", filename=filename)
-    except ValueError as error:  # `adk web` answers only this class of errors with status 400
-        raise InputValidationError(str(error)) from None
     if filename.startswith(USER_PREFIX):
         session_id = None
     elif session_id is None:
@@ -403,10 +412,11 @@ def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
         bare.inline_data = part.inline_data.model_copy(update={"data": None})
     elif part.text is not None:
         content, bare.text = encode_text(part.text), None
-    values = json_text.exact_values(dumped(bare), _LEVELS, "artifact")
+    with _input_errors():
+        values = json_text.exact_values(dumped(bare), _LEVELS, "artifact")
     if _parse_part(values) == bare:
         return values | ({"text": ""} if is_text else {}), content
-    raise ValueError(
+    raise InputValidationError(
         "the artifact is not stored, because it could not be read back as it is: a field holds a "
         "value that JSON cannot represent, or that google-adk rejects"
     )
