@@ -151,7 +151,7 @@ def test_failure_of_the_command_is_an_object_on_stdout_and_a_line_on_stderr(name
     failure = check(said := run(*arguments(name, "sqlite:////nowhere/x.db")), "failure")
     assert said.code == 2
     assert failure["error"] in ("ConfigurationError", "DatabaseError")
-    assert failure["retryable"] is False
+    assert (failure["retryable"], failure["result"]) == (False, None)
     assert said.stderr == f"Error: {failure['message']}\n"
 
 
@@ -170,6 +170,11 @@ def test_wrong_usage_is_a_failure_in_json(wrong: list[str]) -> None:
     failure = check(said := run(*wrong, "--json"), "failure")
     assert (said.code, failure["error"]) == (2, "UsageError")
     assert failure["message"] in said.stderr
+
+
+def test_failure_of_a_later_step_contains_the_result_of_the_first(file: str) -> None:
+    failure = check(run("verify", *on(file), "--store", "nowhere", "--json"), "failure")
+    assert (failure["error"], failure["result"]["rows"]["events"]) == ("ConfigurationError", 12)
 
 
 def test_wrong_key_names_its_class(file: str) -> None:

@@ -118,6 +118,8 @@ def test_rotation_is_reported_even_if_the_keys_cannot_be_retired(
     assert (said.code, rotated) == (2, "wrapped by the new data master: 3 data keys")
     assert advice == "next: `retire` deletes the keys that were replaced"
     assert said.stderr.startswith("Error: secure_users row ")
+    failure = run("rotate", "master", *on(filled), "--retire", "--json").json
+    assert (failure["error"], failure["result"]["rotated"]) == ("TamperedError", 3)
 
 
 def test_rotation_with_retire_says_how_to_remove_the_keys_that_it_kept(file: str) -> None:

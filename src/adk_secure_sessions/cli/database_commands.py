@@ -186,15 +186,15 @@ def verify(
         if only in (None, "rows"):
             with progress("verify") as report:
                 result.rows = runner.run(maintenance.verify(db, progress=report, **options))
-            print_lines(result.rows)
+            print_lines(result.rows, result)
         if only == "trail" or heads or (only is None and runner.run(db.keyring()).has_audit_table):
             with progress("verify", "records") as report:
                 work = maintenance.verify_audit(db, logs, progress=report, **options)
                 result.trail = runner.run(work)
-            print_lines(result.trail)
+            print_lines(result.trail, result)
         if store is not None:
             result.blobs = runner.run(blob_maintenance.check_blobs(db, store))
-            print_lines(result.blobs)
+            print_lines(result.blobs, result)
     end_command(result)
 
 

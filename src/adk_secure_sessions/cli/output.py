@@ -52,22 +52,23 @@ def print_result(result: Result, *, err: bool = False) -> None:
     end_command(result, err=err)
 
 
-def print_lines(result: Result, *, err: bool = False) -> None:
-    """Print the lines of *result*, except with --json.
+def print_lines(part: Result, result: Result | None = None, *, err: bool = False) -> None:
+    """Print the lines of *part*, except with --json, and keep *result*, of which it is a part.
 
-    A command with several steps does this after each step, because the next one may fail.
+    A command with several steps does this after each step, because the next one may fail: the
+    failure, as JSON, and --metrics-file then contain *result*.  If it is None, *part* is all.
     """
+    metrics.keep_result(result or part)
     if not option_value("as_json"):
-        for line in result.lines(bool(option_value("dry_run"))):
+        for line in part.lines(bool(option_value("dry_run"))):
             click.echo(escape_controls(line), err=err)
 
 
 def end_command(result: Result, *, err: bool = False) -> None:
-    """Print *result* as JSON with --json, keep it for --metrics-file, and exit 1 if it has failed.
+    """Print *result* as JSON with --json, and exit 1 if it has failed.
 
     If *err* is True, print to stderr, because stdout has the output of the command.
     """
-    metrics.keep_result(result)
     if option_value("as_json"):
         dry_run = option_value("dry_run")
         mode = {} if dry_run is None else {"dry_run": dry_run}

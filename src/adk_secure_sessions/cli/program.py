@@ -14,7 +14,7 @@ import click
 
 from adk_secure_sessions.cli import metrics
 from adk_secure_sessions.cli.lazy_packages import Database
-from adk_secure_sessions.cli.output import escape_controls, option_value, progress
+from adk_secure_sessions.cli.output import escape_controls, option_value, progress, to_json_value
 from adk_secure_sessions.errors import SecureSessionError
 from adk_secure_sessions.results import counted, utc_text
 
@@ -131,6 +131,7 @@ class Program(click.Group):
                     "error": getattr(failure, "error_name", "UsageError"),
                     "message": failure.format_message(),
                     "retryable": getattr(failure, "retryable", False),
+                    "result": to_json_value(extra["obj"].result),
                 }
                 click.echo(json.dumps(facts, indent=2))
             failure.show()
