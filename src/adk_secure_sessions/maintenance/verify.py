@@ -36,6 +36,7 @@ from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import CheckIndexRows
 from adk_secure_sessions.storage.schema import (
+    INDEX_MARK,
     Identity,
     MigratedRow,
     apps,
@@ -58,6 +59,10 @@ from adk_secure_sessions.storage.table_walk import pages, rows_where
 _NEW_KEY_GRACE = 600_000_000
 _WRONG_MARK = (
     "the mark of a key of the search index was tampered with: run `index fill` for each app and key"
+)
+_NO_MARK = (
+    "{} rows of the search index have a key without a mark, so that searches by this key fail: run "
+    "`index fill` for each app and key, or `index drop`, which deletes them"
 )
 
 
@@ -154,6 +159,10 @@ class _Verifier:
             elif state is index_rows.IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
                 self._complete_index_tags.add(tag)
+        for tag, number in await read(_ROWS_WITHOUT_MARK, {}):
+            if isinstance(tag, bytes):  # otherwise, it is no key that a search uses
+                detail = _NO_MARK.format(number)
+                self.problems.add(state_index.name, tag.hex(), Reason.MISSING, detail)
 
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._complete_index_tags:
@@ -334,4 +343,15 @@ _PRESENT_VERSION = sa.func.coalesce(
     )
 )
 _IMPORTED = sa.select(*migrated.c, _PRESENT_VERSION)
+# The keys of the search index that have rows, but no mark, and the number of these rows.
+_MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK), sa.BigInteger)
+_marks = state_index.alias("marks")
+_HAS_MARK = sa.select(_MARK).where(
+    _marks.c.row_id == _MARK, _marks.c.key_tag == state_index.c.key_tag
+)
+_ROWS_WITHOUT_MARK = (
+    sa.select(state_index.c.key_tag, sa.func.count())
+    .where(state_index.c.row_id != _MARK, ~_HAS_MARK.exists())
+    .group_by(state_index.c.key_tag)
+)
 _OWNER_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}
