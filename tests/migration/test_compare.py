@@ -299,6 +299,23 @@ async def test_service_that_writes_during_the_comparison_makes_no_difference(
     assert (done.all_equal, done.equal) == (True, 8)
 
 
+async def test_session_that_is_deleted_before_it_is_compared_again_is_counted_as_done(
+    file_url: str,
+) -> None:
+    source, said = filled(), list[tuple[int, int]]()
+    await copy(source, file_url)
+    source.put("ada", "s0", events=1)
+
+    def remove(sessions: Any) -> None:
+        if len(sessions) == 1:  # the session that differs is read again
+            source.before_read = lambda _: None
+            source.remove("ada", "s0")
+
+    source.before_read = remove
+    await compared(source, file_url, progress=lambda *pair: said.append(pair))
+    assert said[-1] == (8, 8)
+
+
 async def test_erased_source_is_no_difference_after_the_end_of_the_migration(
     file_url: str,
 ) -> None:

@@ -187,6 +187,7 @@ class ComparisonRun:
             # A service or another run may have written meanwhile: compare once more.
             reread = await self.scan.read_again(item)
             if reread is None:
+                await self._meter.advance()
                 return
             item, reason = reread, await self._reason(reread)
         result, content = self._result, item.content
