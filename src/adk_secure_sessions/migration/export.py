@@ -47,7 +47,8 @@ class Export(Result):
             google-adk's database cannot hold them, or the target has other content for their ids.
         stopped: Whether the run stopped at the first of these bad sessions and states.
         verified: How many sessions were compared after the export; None without `verify`.
-        different: How many of these sessions, and of the states, differ in the target.
+        different: How many of these sessions, and of the states, differ in the target, without
+            those in `bad`.
         only_in_target: How many sessions only the target has; None without `verify`.
         findings: The first 1000 sessions and states that are bad or differ.
         file: The file that `export --jsonl` wrote; None for stdout or a database.
@@ -143,6 +144,7 @@ class _ExportRun(ABC):
         self._findings = Findings(with_ids=False)
         # If only one user id is exported: the tag of this user in each app.
         self._users: dict[str, str] = {}
+        self._rejected = DigestSet()  # the ids of what was not exported
 
     async def run(self, progress: Progress | None, *, passes: int = 1) -> Export:
         """Write everything; *passes* says how often all sessions are read."""
@@ -202,6 +204,7 @@ class _ExportRun(ABC):
 
     def _reject(self, ids: Ids, reason: str) -> None:
         self._result.bad += 1
+        self._rejected.add(ids)
         tag = b"" if isinstance(ids, UnreadableIds) else self._index_master.tag_of(*ids)
         self._findings.add(tag, reason, *ids)
         if not self._skip_bad:
@@ -269,7 +272,7 @@ class _ExportToAdk(_ExportRun):
         self._result.only_in_target = max(number - in_both, 0)
 
     def _report_difference(self, ids: Ids, difference: str | None) -> None:
-        if difference:
+        if difference and ids not in self._rejected:
             self._result.different += 1
             self._findings.add(self._index_master.tag_of(*ids), difference, *ids)
 
