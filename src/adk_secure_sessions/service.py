@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, Never, TypeVar
 
 import sqlalchemy as sa
@@ -72,7 +73,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 
 _NO_LIMIT = 2**40  # no app has as many sessions
-_NO_SESSION = SessionRevision(-1, -1)
 
 STALE_TEXT = (
     "The session has been modified in storage since it was loaded. "
@@ -177,7 +177,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._runner = runner
         self._expiry = Expiry(runner)
         self._search_index = SearchIndex(runner, indexed_state_keys)
-        self._collections = Collections(runner)
+        # The collections, in which other services of this package store artifacts and memory.
+        self.collections: Collections = Collections(runner)
         self._skips_unreadable = skip_unreadable_sessions
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
@@ -193,11 +194,6 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
     def stores_plaintext(self) -> bool:
         """True if new records are stored as plaintext, because `backend` is a `NoOpBackend`."""
         return self._runner.backends.stores_plaintext
-
-    @property
-    def collections(self) -> Collections:
-        """The collections, in which other services of this package store artifacts and memory."""
-        return self._collections
 
     @measured
     async def prepare_tables(self) -> None:
@@ -285,7 +281,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         False if it has not.
         """
         identity = await self._runner.identify(app_name, user_id, session_id)
-        return await self._expiry.delete_if_expired(identity)
+        deletion = writes.DeleteSession(identity, attrgetter("has_expired"))
+        return await self._runner.run(deletion) is not False
 
     @audited_access("session.read")
     async def get_session(
@@ -318,20 +315,18 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         if limit is not None and limit < 0:  # google-adk 1.28 accepts it
             raise ValueError("num_recent_events must be 0 or more")
         after = config.after_timestamp if config else None
-        if limit == 0 or not after:
-            # With limit 0, no events are read, so there is nothing to filter.  As in ADK, an
-            # `after_timestamp` of 0 means no filter.
-            after = None
-        # As in ADK, rounded times are compared: `last_update_time` is rounded, too.
-        from_us = None if after is None else microseconds(after)
+        # With limit 0, no events are read, so there is nothing to filter.  As in ADK, an
+        # `after_timestamp` of 0 means no filter, and rounded times are compared: `last_update_time`
+        # is rounded, too.
+        since = microseconds(after) if after and limit != 0 else None
         identity = await self._identify(app_name, user_id, session_id)
         loaded = await self._runner.run(
-            reads.GetSession(identity, events.decode, limit, from_us, self._caches_events)
+            reads.GetSession(identity, events.decode, limit, since, self._caches_events)
         )
         if loaded is None:
             return None
         stored, history = loaded
-        if after is not None and limit is not None:
+        if since is not None and limit is not None:
             history = history[-limit:]
         return _to_session(app_name, stored, history)
 
@@ -833,7 +828,7 @@ def _parse_marker(marker: str) -> SessionRevision:
     except ValueError:
         # Another session service made this marker.  No row has the id -1, so `append_event` raises
         # StaleSessionError.
-        return _NO_SESSION
+        return SessionRevision(-1, -1)
 
 
 def _merged_state(stored: SessionWithStates) -> dict[str, Any]:

@@ -5,21 +5,15 @@ import warnings
 from adk_secure_sessions.errors import PlaintextRefusedError, Reason
 from adk_secure_sessions.formats.records import NOOP_BACKEND_ID, Cipher
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider
+from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider, RootKey
 
 _PLAINTEXT_WRAP = b"\x00"
 
 
-class NoRootKey:
+class NoRootKey(RootKey):
     """A key provider without a root key: `wrap` returns a 00 byte and the plaintext of the key."""
 
     key_id = PLAINTEXT_ROOT_KEY_ID
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NoRootKey)
-
-    def __hash__(self) -> int:
-        return hash(self.key_id)
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         return _PLAINTEXT_WRAP + key

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 
-from adk_secure_sessions.db.protocol import Parameters, ParameterSets, Row
+from adk_secure_sessions.db.protocol import Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
 
 _sqlite = sqlite.dialect(paramstyle="named")
@@ -133,7 +133,7 @@ class Dialect:
         """On SQLite, let *decode* convert the texts that queries of the block return."""
         return nullcontext()
 
-    def check_packet_size(self, connection: sa.Connection, rows: ParameterSets) -> None:
+    def check_packet_size(self, connection: sa.Connection, rows: Sequence[Parameters]) -> None:
         """Raise ConfigurationError if the server would not accept the largest value of *rows*."""
 
     def reject_long_values(self, connection: sa.Connection) -> None:
@@ -290,7 +290,7 @@ class _MySql(Dialect):
     def locks_per_node(self, connection: sa.Connection) -> bool:
         return connection.exec_driver_sql(_LOCKS_PER_NODE).first() is not None
 
-    def check_packet_size(self, connection: sa.Connection, rows: ParameterSets) -> None:
+    def check_packet_size(self, connection: sa.Connection, rows: Sequence[Parameters]) -> None:
         # If a packet is too large, the server closes the connection and does not say why.
         values = (value for row in rows for value in row.values())
         size = max((len(value) for value in values if isinstance(value, bytes)), default=0)

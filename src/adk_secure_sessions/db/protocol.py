@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
+from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import SecureSessionError
 
 T = TypeVar("T")
 Row = Sequence[Any]
 Parameters = Mapping[str, object]
-ParameterSets = Sequence[Parameters]
 
 
 class UniqueViolation(Exception):
@@ -66,7 +66,7 @@ class Change(NamedTuple):
     must_match_one_row: bool = True
     # If not empty, `statement` is what `sqlalchemy.insert(table)` returns, and inserts these rows.
     # `parameters` are then not used, and `must_match_one_row` must be False.
-    rows: ParameterSets = ()
+    rows: Sequence[Parameters] = ()
 
 
 class Apply(NamedTuple):
@@ -150,11 +150,7 @@ class Executors(NamedTuple):
 
     async def close(self) -> None:
         """Close the connections of all executors."""
-        try:
-            await self.data_db.close()
-        finally:
-            if self.has_key_database:
-                await self.key_db.close()
+        await gather_all(*(executor.close() for executor in set(self)))
 
 
 def run_steps(

@@ -286,13 +286,11 @@ class SqliteExecutor:
             thread.queue.put(job)
 
     def _start(self) -> "list[WorkerThread]":
-        number = 1 if self._memory else 1 + _READERS
         threads: list[WorkerThread] = []
+        create = partial(WorkerThread, self._engine, self._file, self._read_timeout)
         try:
-            for index in range(number):
-                writes = index == 0
-                thread = WorkerThread(self._engine, self._file, self._read_timeout, writes=writes)
-                threads.append(thread)
+            for _ in range(1 if self._memory else 1 + _READERS):
+                threads.append(create(writes=not threads))
         except BaseException:  # the process may have no more threads
             for thread in threads:
                 thread.queue.put(None)

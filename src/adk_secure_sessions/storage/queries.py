@@ -455,10 +455,6 @@ INSERT_SESSION = sa.insert(sessions)
 INSERT_SNAPSHOT = sa.insert(snapshots)
 
 
-def _same_row(table: sa.FromClause, prefix: str) -> sa.ColumnElement[bool]:
-    return sa.select(sa.literal_column("1")).where(*_equal(table, prefix)).exists()
-
-
 def _equal(table: sa.FromClause, prefix: str, *names: str) -> list[sa.ColumnElement[bool]]:
     """Return the conditions that the columns *names*, or all, equal the parameters *prefix*_…."""
     columns = [table.c[name] for name in names] if names else table.c
@@ -496,7 +492,9 @@ CACHED_OWNER_PARAMETERS = [
 ]
 # The conditions that the stored rows equal the cached ones; `_session_of_user` adds the user's.
 _owners_as_cached = [
-    _same_row(table, name) for name, table in _CACHED_ROW_TABLES.items() if table is not users
+    sa.select(sa.literal_column("1")).where(*_equal(table, name)).exists()
+    for name, table in _CACHED_ROW_TABLES.items()
+    if table is not users
 ]
 INSERT_SESSION_OF_USER = _session_of_user()
 INSERT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached)

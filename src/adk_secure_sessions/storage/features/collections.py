@@ -17,6 +17,7 @@ from adk_secure_sessions.formats.records import (
 )
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
+from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.feature_list import Feature
 from adk_secure_sessions.storage.operation_runner import Attempt, CachedRowOutdated, OperationRunner
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME
@@ -30,23 +31,6 @@ from adk_secure_sessions.storage.schema import (
     new_row_id,
 )
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.writes import (
-    AppendEvent,
-    Changes,
-    CreateSession,
-    DeleteSession,
-    DuplicateSession,
-    MissingSession,
-    NewEvent,
-    NewSession,
-    OwnerChanges,
-    StaleRevision,
-    Write,
-    event_groups,
-    read_with_last_event,
-    replacement_changes,
-    try_apply_with_events,
-)
 
 Address = tuple[str, str, str]  # the app, the user and the name of a collection
 
@@ -117,12 +101,12 @@ class Collections:
             collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
             try:
                 if collection is None:
-                    creation = CreateSession(identity, {}, {}, b"{}", time_now())
+                    creation = writes.CreateSession(identity, {}, {}, b"{}", time_now())
                     created = await self.runner.run(creation)
                     collection = Collection(address[2], created.session.id_and_revision)
                 plaintext = item if isinstance(item, bytes) else item(collection)
                 return await self.append_at(collection.version, address, plaintext)
-            except (DuplicateSession, StaleRevision, MissingSession):
+            except (writes.DuplicateSession, writes.StaleRevision, writes.MissingSession):
                 pass  # another task or process has just changed the collection
 
     async def append_at(
@@ -140,9 +124,10 @@ class Collections:
             raise ValueError("only items before the expected position can be replaced")
         identity = await self.runner.identify(*address, True)
         await self._feature.ensure()
-        append = AppendEvent(identity, expected, NewEvent(item, time_now(), {}, {}, {}))
+        event = writes.NewEvent(item, time_now(), {}, {}, {})
+        append = writes.AppendEvent(identity, expected, event)
         if replaced:
-            append = ReplaceItems(identity, expected, append.event, replaced=replaced)
+            append = ReplaceItems(identity, expected, event, replaced=replaced)
         return (await self.runner.run(append)).id_and_revision
 
     async def rewrite(
@@ -155,7 +140,7 @@ class Collections:
     async def delete(self, address: Address) -> bool:
         """Delete a collection and its items; return False if the collection does not exist."""
         identity = await self.runner.identify(*address, True)
-        return bool(await self.runner.run(DeleteSession(identity)))
+        return bool(await self.runner.run(writes.DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
         loaded = await self.runner.run(GetSession(identity, lambda item, *_: item, limit))
@@ -166,7 +151,7 @@ class Collections:
 
 
 @dataclass(eq=False, repr=False)
-class ReplaceItems(AppendEvent):
+class ReplaceItems(writes.AppendEvent):
     """Append an item to a collection, and replace the contents of earlier items, by number.
 
     A replaced item keeps its number, its time and its links, so this module does not detect a
@@ -179,7 +164,7 @@ class ReplaceItems(AppendEvent):
     _: KW_ONLY
     replaced: Mapping[int, bytes]
 
-    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
+    def steps(self, attempt: Attempt, owner_changes: writes.OwnerChanges) -> Steps[StoredSession]:
         self._rows: dict[int, Row] = {}
         for part in sql.padded_chunks(self.replaced):
             where = {"session_row": self.expected.session_row_id, **sql.list_parameters(part)}
@@ -189,7 +174,7 @@ class ReplaceItems(AppendEvent):
 
     def _build_append(
         self, attempt: Attempt, session: StoredSession
-    ) -> tuple[Changes, StoredSession] | None:
+    ) -> tuple[writes.Changes, StoredSession] | None:
         if appended := super()._build_append(attempt, session):
             appended[0].extend(self._replacement(attempt, seq) for seq in self.replaced)
         return appended
@@ -211,7 +196,7 @@ class ReplaceItems(AppendEvent):
 
 
 @dataclass(eq=False, repr=False)
-class RewriteItems(Write[StoredSession]):
+class RewriteItems(writes.Write[StoredSession]):
     """Replace all items of a collection by *items*, at least one, in one transaction.
 
     The collection's row gets a new row id.  Therefore the record of an old item cannot be decrypted
@@ -230,19 +215,19 @@ class RewriteItems(Write[StoredSession]):
     items: Sequence[bytes]
     now: int
 
-    def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
-        _, user, session = yield from read_with_last_event(attempt)
+    def steps(self, attempt: Attempt, owner_changes: writes.OwnerChanges) -> Steps[StoredSession]:
+        _, user, session = yield from writes.read_with_last_event(attempt)
         if session.row.id in self._unconfirmed_results:
             return session
         if self.expected != session.id_and_revision:
-            raise StaleRevision
+            raise writes.StaleRevision
         owner_changes.update_owner(user, session.row.record)
         links = [new_link() for _ in self.items]
         row = session.row._replace(id=new_row_id(), revision=len(links), updated_at=self.now)
-        new = NewSession.build(attempt, session._replace(row=row, last_link=links[-1]))
+        new = writes.NewSession.build(attempt, session._replace(row=row, last_link=links[-1]))
         self._unconfirmed_results[row.id] = new.session
-        changes = replacement_changes(attempt, owner_changes, session, new)
-        groups = event_groups(EncodedEvent(item, self.now) for item in self.items)
-        if not (yield from try_apply_with_events(attempt, changes, row.id, groups, links)):
+        changes = writes.replacement_changes(attempt, owner_changes, session, new)
+        groups = writes.event_groups(EncodedEvent(item, self.now) for item in self.items)
+        if not (yield from writes.try_apply_with_events(attempt, changes, row.id, groups, links)):
             raise Conflict
         return new.session

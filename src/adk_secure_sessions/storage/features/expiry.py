@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from operator import attrgetter
 
 import sqlalchemy as sa
 
@@ -20,7 +19,6 @@ from adk_secure_sessions.storage.queries import HAS_EXPIRED, first_rows, session
 from adk_secure_sessions.storage.reads import Listing
 from adk_secure_sessions.storage.schema import Identity, SessionWithStates, apps, sessions, users
 from adk_secure_sessions.storage.survey import FeatureName
-from adk_secure_sessions.storage.writes import DeleteSession
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -58,8 +56,7 @@ class Expiry:
         self._paused_until = 0.0  # monotonic seconds
 
     async def delete_some(self, delete: Delete) -> None:
-        """Call *delete*, which calls `delete_if_expired`, with the ids of at most two expired
-        sessions.
+        """Call *delete* with the ids of at most two expired sessions.
 
         An error is logged and counted: the next session that is created tries again.
         """
@@ -117,11 +114,6 @@ class Expiry:
         except DecryptionError as error:
             record_rejected(error)
             return []
-
-    async def delete_if_expired(self, identity: Identity) -> bool:
-        """Delete the session if it has expired by now; return False if it is stored and has not."""
-        deletion = DeleteSession(identity, attrgetter("has_expired"))
-        return await self._runner.run(deletion) is not False
 
 
 class _ListExpired(Listing[list[SessionWithStates]]):

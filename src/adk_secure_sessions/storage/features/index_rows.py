@@ -27,13 +27,7 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.operation_runner import Attempt, insertion_changes
-from adk_secure_sessions.storage.schema import (
-    INDEX_MARK,
-    StateIndexRow,
-    StoredSession,
-    apps,
-    state_index,
-)
+from adk_secure_sessions.storage.schema import INDEX_MARK, StateIndexRow, apps, state_index
 from adk_secure_sessions.storage.table_walk import Reader
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
@@ -207,12 +201,6 @@ def removal_changes(attempt: Attempt, row_id: int) -> list[Change]:
     if not attempt.keys.keyring.indexed_key_tags or attempt.identity.is_collection:
         return []
     return [Change(sql.DELETE_INDEX_ROWS, {"at_id": row_id}, must_match_one_row=False)]
-
-
-def state_of(session: StoredSession) -> JsonObject:
-    """Return the own state of a session whose snapshot was read."""
-    assert session.snapshot is not None, "the query must read snapshots"
-    return json_text.load_state(session.snapshot) | json_text.load_state(session.overlay)
 
 
 class Differences(NamedTuple):

@@ -217,5 +217,7 @@ def _differences(
         if session is None:
             return None
         row_id = session.row.id
-        expected = index_rows.entries(attempt, "", index_rows.state_of(session), key_tags)
+        assert session.snapshot is not None, "the query reads snapshots"
+        state = load_state(session.snapshot) | load_state(session.overlay)
+        expected = index_rows.entries(attempt, "", state, key_tags)
     return row_id, Differences.between(rows.index_rows, expected, frozenset(key_tags))
