@@ -69,9 +69,9 @@ def listing(*counters: str) -> Any:
     return field(default=(), metadata={"listing": counters})
 
 
-def must_be_true() -> Any:
+def success_flag() -> Any:
     """Declare a field that is True if the command has succeeded."""
-    return field(default=False, metadata={"must_be_true": True})
+    return field(default=False, metadata={"success_flag": True})
 
 
 class Result:
@@ -100,7 +100,7 @@ class Result:
         failures = (
             getattr(self, name) for name, words in self._declared("counter") if words.is_failure
         )
-        goals = (getattr(self, name) for name, _ in self._declared("must_be_true"))
+        goals = (getattr(self, name) for name, _ in self._declared("success_flag"))
         return not any(failures) and all(goals)
 
     def lines(self, dry_run: bool = False) -> Iterator[str]:

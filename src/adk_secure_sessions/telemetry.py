@@ -232,7 +232,7 @@ _current: ContextVar[MeasuredCall | None] = ContextVar(f"{_NAME}_operation", def
 current_call: Callable[[], MeasuredCall | None] = _current.get
 
 
-async def _recorded(
+async def _record_span(
     otel: _Instruments,
     name: str,
     kind: "SpanKind",
@@ -284,17 +284,17 @@ def call_measured(
 ) -> Awaitable[T]:
     """Call *function*, and measure the call under the name of *method*."""
     if _is_on():
-        return _measured(method, partial(function, *args, **kwargs))
+        return _measure_call(method, partial(function, *args, **kwargs))
     return function(*args, **kwargs)
 
 
-async def _measured(method: Callable[..., object], call: Callable[[], Awaitable[T]]) -> T:
+async def _measure_call(method: Callable[..., object], call: Callable[[], Awaitable[T]]) -> T:
     otel = _instruments()
     measured_call, attributes = MeasuredCall(method.__name__), {OPERATION: method.__name__}
     before = _current.get()
     _current.set(measured_call)  # as `concurrency.context_value` does, which takes longer
     try:
-        return await _recorded(
+        return await _record_span(
             otel, method.__qualname__, otel.internal, otel.operation_duration, attributes, call
         )
     finally:
@@ -309,7 +309,7 @@ async def key_service_call(provider: str, operation: str, call: Callable[[], Awa
     otel = _instruments()
     attributes = {PROVIDER: provider, OPERATION: operation}
     name = f"{provider}.{operation}"
-    return await _recorded(otel, name, otel.client, otel.key_service_duration, attributes, call)
+    return await _record_span(otel, name, otel.client, otel.key_service_duration, attributes, call)
 
 
 def count_rejected(error: DecryptionError) -> None:

@@ -9,7 +9,7 @@ import pymysql  # type: ignore[import-untyped]
 import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.failures import needs_unprepared, translated
+from adk_secure_sessions.db.failures import needs_unprepared, translate
 from adk_secure_sessions.db.protocol import Conflict, Disconnected, UniqueViolation
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 
@@ -77,24 +77,24 @@ def test_error_of_a_driver_means(meaning: type[Exception]) -> None:
     errors += [sqlite_error(sqlite3.OperationalError, name) for name in sqlite]
     for driver in errors:
         for error in (driver, by_sqlalchemy(driver)):
-            meant = translated(error)
+            meant = translate(error)
             assert type(meant) is meaning, repr(driver)
             assert meant.__cause__ is None
 
 
 def test_operational_error_without_a_code_means_that_no_server_answered() -> None:
     silent = by_sqlalchemy(psycopg.OperationalError("connection refused"), sa.exc.OperationalError)
-    assert isinstance(translated(silent), Disconnected)
+    assert isinstance(translate(silent), Disconnected)
     other = by_sqlalchemy(psycopg.OperationalError("x"), sa.exc.ProgrammingError)
-    assert type(translated(other)) is DatabaseError
+    assert type(translate(other)) is DatabaseError
     # SQLite has no server.
     local = by_sqlalchemy(sqlite3.OperationalError("x"), sa.exc.OperationalError)
-    assert type(translated(local)) is DatabaseError
+    assert type(translate(local)) is DatabaseError
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), OSError(5, "x")])
 def test_error_of_the_operating_system_means_disconnected(error: Exception) -> None:
-    meant = translated(error)
+    meant = translate(error)
     assert isinstance(meant, Disconnected)
     assert isinstance(meant.error, DatabaseError)
     assert meant.error.retryable
@@ -107,14 +107,14 @@ def test_error_of_the_operating_system_means_disconnected(error: Exception) -> N
 def test_error_of_a_closed_connection_means_disconnected_whatever_else_it_says(
     error: Exception,
 ) -> None:
-    meant = translated(by_sqlalchemy(error), connection_lost=True)
+    meant = translate(by_sqlalchemy(error), connection_lost=True)
     assert isinstance(meant, Disconnected)
     assert isinstance(meant.error, DatabaseError)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ours"), ConfigurationError("ours"), KeyError(1)])
 def test_error_of_another_kind_is_returned_as_it_is(error: Exception) -> None:
-    assert translated(error) is error
+    assert translate(error) is error
 
 
 # An error, whether it is retryable, its code, and a part of what it says to do.
@@ -163,7 +163,7 @@ ADVICE: dict[str, tuple[Exception, bool, str | None, str]] = {
 @pytest.mark.parametrize("name", ADVICE)
 def test_error_says_what_to_do(name: str) -> None:
     error, retryable, code, advice = ADVICE[name]
-    meant = translated(error)
+    meant = translate(error)
     if isinstance(meant, Disconnected):
         meant = meant.error
     assert isinstance(meant, DatabaseError)
@@ -189,7 +189,7 @@ WITH_VALUES: dict[str, Exception] = {
 
 @pytest.mark.parametrize("name", WITH_VALUES)
 def test_text_in_which_a_driver_may_quote_values_is_left_out(name: str) -> None:
-    meant = translated(WITH_VALUES[name])
+    meant = translate(WITH_VALUES[name])
     shown = getattr(meant, "error", meant)
     assert isinstance(shown, DatabaseError)
     assert NEEDLE not in "".join(traceback.format_exception(shown))

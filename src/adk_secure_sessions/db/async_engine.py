@@ -19,7 +19,7 @@ from adk_secure_sessions.db.failures import (
     needs_unprepared,
     statement_timeout,
     timed_out_error,
-    translated,
+    translate,
 )
 from adk_secure_sessions.db.protocol import (
     Change,
@@ -92,7 +92,7 @@ class AsyncEngineExecutor:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         work = partial(self._fetch, query=query, parameters=parameters)
-        return await self._shielded(partial(self._translated, work), interruptible=True)
+        return await self._shielded(partial(self._run_and_translate, work), interruptible=True)
 
     async def write(
         self,
@@ -112,7 +112,7 @@ class AsyncEngineExecutor:
                 return self._with_time_limit(lambda: work(connection))
 
         return await self._shielded(
-            partial(self._translated, run, commit=commit), interruptible=not commit
+            partial(self._run_and_translate, run, commit=commit), interruptible=not commit
         )
 
     async def close(self) -> None:
@@ -136,14 +136,16 @@ class AsyncEngineExecutor:
             apply = partial(run_changes, partial(self._change, connection))
             return run_steps(steps, partial(self._fetch, connection), apply)
 
-        return await self._translated(work, commit=True)
+        return await self._run_and_translate(work, commit=True)
 
-    async def _translated(self, work: Callable[[sa.Connection], T], *, commit: bool = False) -> T:
-        """Do the same as `_run`, with the errors that `failures.translated` returns."""
+    async def _run_and_translate(
+        self, work: Callable[[sa.Connection], T], *, commit: bool = False
+    ) -> T:
+        """Do the same as `_run`, with the errors that `failures.translate` returns."""
         try:
             return await self._run(work, commit=commit)
         except Exception as error:
-            translated_error = translated(error)
+            translated_error = translate(error)
             if translated_error is error and asyncio.current_task() not in self._connections:
                 translated_error = rejected_option_error(error)
             if translated_error is error:
@@ -172,7 +174,7 @@ class AsyncEngineExecutor:
             except Exception as error:
                 # The server may answer, but be no use any more: it has become read-only, or it is a
                 # node that has lost its cluster.  A new connection may lead to another server.
-                if self._dialect.is_server and isinstance(translated(error), Disconnected):
+                if self._dialect.is_server and isinstance(translate(error), Disconnected):
                     self._is_cluster = None
                     await connection.invalidate()
                 raise

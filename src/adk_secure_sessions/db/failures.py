@@ -155,7 +155,7 @@ _LOST = _ErrorKind((), _UNREACHABLE, retryable=True)
 _OTHER = _ErrorKind((), "look for this error in the log of the database")
 
 
-def translated(error: Exception, *, connection_lost: bool = False) -> Exception:
+def translate(error: Exception, *, connection_lost: bool = False) -> Exception:
     """Return UniqueViolation, Conflict, Disconnected or DatabaseError for *error* of a driver.
 
     Return *error* itself if neither a driver nor SQLAlchemy nor the operating system raised it.

@@ -37,7 +37,7 @@ from adk_secure_sessions.db.failures import (
     pool_timed_out_error,
     statement_timeout,
     timed_out_error,
-    translated,
+    translate,
 )
 from adk_secure_sessions.db.postgresql_sql import DIVISION_BY_ZERO, compile_apply, compile_read
 from adk_secure_sessions.db.protocol import (
@@ -185,7 +185,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 usable = True
                 return result
             except Exception as error:
-                translated_error = _translated_asyncpg(error, connection_lost=driver.is_closed())
+                translated_error = _translate_asyncpg(error, connection_lost=driver.is_closed())
                 is_lost = isinstance(translated_error, Disconnected)
                 usable = not (is_lost or statements.is_unusable)
                 # The network may have ended all connections that were idle, or new connections may
@@ -220,7 +220,7 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._slots.release()
             if not isinstance(error, Exception):
                 raise
-            raise rejected_option_error(_translated_asyncpg(error, connection_lost=False)) from None
+            raise rejected_option_error(_translate_asyncpg(error, connection_lost=False)) from None
 
     def _checkout(self) -> PoolProxiedConnection:
         disposals = self._disposals  # may increase while SQLAlchemy opens a connection
@@ -451,7 +451,7 @@ def _name(text: str) -> str:
     return f"aks_{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
-def _translated_asyncpg(error: Exception, *, connection_lost: bool) -> Exception:
+def _translate_asyncpg(error: Exception, *, connection_lost: bool) -> Exception:
     state: str | None = getattr(error, "sqlstate", None)
     if state == DIVISION_BY_ZERO:  # a later change matched no row: see `postgresql_sql`
         return Conflict()
@@ -461,4 +461,4 @@ def _translated_asyncpg(error: Exception, *, connection_lost: bool) -> Exception
     # An error without an SQLSTATE does not come from the server: either the connection has failed,
     # or a parameter was not valid (ValueError).
     lost = connection_lost or (state is None and not isinstance(error, ValueError))
-    return translated(error, connection_lost=is_of_asyncpg and lost)
+    return translate(error, connection_lost=is_of_asyncpg and lost)

@@ -263,7 +263,7 @@ class Retries:
         await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
 
 
-async def retried(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
+async def with_retries(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
     """Call *work* and return its result; call it again after a conflict or a lost connection."""
     retries = Retries(writes=writes)
     while True:
@@ -274,15 +274,15 @@ async def retried(work: Callable[[], Awaitable[T]], *, writes: bool = False) -> 
 
 
 class RetryingExecutor(NamedTuple):
-    """Runs queries and transactions on one database, and repeats them as `retried` does."""
+    """Runs queries and transactions on one database, and repeats them as `with_retries` does."""
 
     executor: Executor
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query; repeat the query if the connection is lost."""
-        return await retried(lambda: self.executor.read(query, parameters))
+        return await with_retries(lambda: self.executor.read(query, parameters))
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* in one transaction, and in a new one after a conflict."""
         run = self.executor.run_sync
-        return await retried(lambda: run(work, commit=commit), writes=True)
+        return await with_retries(lambda: run(work, commit=commit), writes=True)

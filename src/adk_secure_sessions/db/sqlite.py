@@ -39,7 +39,7 @@ import sqlalchemy as sa
 from adk_secure_sessions import telemetry
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.db.dialects import compile_for_sqlite, decode_any_text
-from adk_secure_sessions.db.failures import statement_timeout, timed_out_error, translated
+from adk_secure_sessions.db.failures import statement_timeout, timed_out_error, translate
 from adk_secure_sessions.db.protocol import (
     Change,
     Conflict,
@@ -171,7 +171,7 @@ def _create(name: str) -> None:
         pass  # the file exists, or SQLite will raise an error that says more
 
 
-def _set_up(driver: sqlite3.Connection, _record: object) -> None:
+def _set_pragmas(driver: sqlite3.Connection, _record: object) -> None:
     # Without secure_delete, deleted rows and old copies of moved rows stay in the file.
     driver.execute("PRAGMA secure_delete = ON").close()
     driver.execute(f"PRAGMA page_size = {_PAGE_SIZE}").close()
@@ -200,8 +200,8 @@ class SqliteExecutor:
         self._engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
         self._file = WatchedFile()
         sa.event.listen(self._engine, "do_connect", partial(_prepare_file, self._file))
-        sa.event.listen(self._engine, "connect", _set_up)
-        sa.event.listen(self._engine, "connect", self._file.connected)
+        sa.event.listen(self._engine, "connect", _set_pragmas)
+        sa.event.listen(self._engine, "connect", self._file.remember_path)
         self._forget_threads()
         if not self._memory:
             _file_executors[self] = None
@@ -378,7 +378,7 @@ class WatchedFile:
         # The path, the device and the inode; None if there is no file, or no connection yet.
         self.opened: tuple[bytes, int, int] | None = None
 
-    def connected(self, driver: sqlite3.Connection, _record: object) -> None:
+    def remember_path(self, driver: sqlite3.Connection, _record: object) -> None:
         """Remember the file of the first connection."""
         if self.opened is not None:
             return
@@ -454,7 +454,7 @@ class Job:
         All jobs of a batch may fail with one *error*, so each stores a copy.
         """
         self.value = None
-        self.error = copy_of(translated(error)) if isinstance(error, Exception) else error
+        self.error = copy_of(translate(error)) if isinstance(error, Exception) else error
 
     def wake(self, call_soon: Callable[..., object]) -> None:
         """Wake the task, if it awaits the job already."""

@@ -97,7 +97,7 @@ def parse_publicly(data: bytes) -> Event:
 
     JSON with more levels than `json_text.MAX_LEVELS` raises ValueError.
     """
-    event = validated(Event, data)
+    event = validate_model(Event, data)
     if json_text.is_within_levels(data):
         return event
     raise ValueError
@@ -129,7 +129,7 @@ def may_contain_null(data: bytes) -> bool:
     return b"null" in data and _NULL.search(data) is not None
 
 
-def validated(model: type[M], values: Any) -> M:
+def validate_model(model: type[M], values: Any) -> M:
     """Return the *model* in *values*, a dictionary or JSON, without a warning that quotes a value.
 
     The text of a ValueError may quote a value.

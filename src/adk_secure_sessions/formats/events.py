@@ -18,7 +18,7 @@ from adk_secure_sessions.formats.event_parser import (
     create_parser,
     event_serializer,
     may_contain_null,
-    validated,
+    validate_model,
 )
 from adk_secure_sessions.formats.json_text import JsonObject
 
@@ -148,7 +148,7 @@ def _encode_slowly(event: Event, replaces: bool) -> bytes:
 
 def _rejected_fields(values: JsonObject) -> str:
     try:
-        validated(Event, values)
+        validate_model(Event, values)
     except ValidationError as error:
         names = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
         return f"the values of {', '.join(sorted(names))}"
@@ -158,11 +158,11 @@ def _rejected_fields(values: JsonObject) -> str:
 
 
 def _fields(event: Event) -> JsonObject:
-    fields = dumped(event)
+    fields = dump_model(event)
     for name in ("state_delta", "agent_state"):
-        # `dumped` omits all fields that are None.  google-adk also omits them, with one exception:
-        # if the value of `state_delta` or `agent_state` cannot be converted to JSON, google-adk
-        # keeps the None fields of the models inside that value.  In this case, use the original
+        # `dump_model` omits all fields that are None.  google-adk also omits them, with one
+        # exception: if the value of `state_delta` or `agent_state` cannot be converted to JSON,
+        # google-adk keeps the None fields of the models inside that value.  Then use the original
         # value, which still contains these models with all their fields.
         value = getattr(event.actions, name, None)
         if isinstance(value, Mapping) and not isinstance(value, dict):
@@ -174,7 +174,7 @@ def _fields(event: Event) -> JsonObject:
     return fields
 
 
-def dumped(model: BaseModel) -> JsonObject:
+def dump_model(model: BaseModel) -> JsonObject:
     """Return the fields of *model* that are not None.  Nothing is logged, whatever their types."""
     serializer: Any = type(model).__pydantic_serializer__
     kind = type(model)
@@ -192,12 +192,12 @@ def dumped(model: BaseModel) -> JsonObject:
 
 def _dumped_value(value: Any) -> Any:
     if isinstance(value, BaseModel):
-        return dumped(value)
+        return dump_model(value)
     if type(value) is list:
-        return [dumped(item) if isinstance(item, BaseModel) else item for item in value]
+        return [dump_model(item) if isinstance(item, BaseModel) else item for item in value]
     if type(value) is dict:
         return {
-            key: dumped(item) if isinstance(item, BaseModel) else item
+            key: dump_model(item) if isinstance(item, BaseModel) else item
             for key, item in value.items()
         }
     return value
@@ -221,7 +221,7 @@ def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Even
     except DecryptionError as error:
         raise error.located(table, named) from None
     try:
-        return validated(Event, fields)  # accepts lone surrogates, which the parser rejects
+        return validate_model(Event, fields)  # accepts lone surrogates, which the parser rejects
     except ValueError:
         raise unreadable_error(table, named, writer) from None
 

@@ -19,8 +19,8 @@ from google.genai import types
 from adk_secure_sessions.audit import AuditedCall, Trail, audited_access
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.events import dumped
+from adk_secure_sessions.formats.event_parser import validate_model
+from adk_secure_sessions.formats.events import dump_model
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.records import decode_text, encode_text
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
@@ -399,7 +399,7 @@ def _as_part(artifact: object) -> types.Part:
         return artifact
     if isinstance(artifact, dict):
         with suppress(ValueError):
-            return validated(types.Part, artifact)
+            return validate_model(types.Part, artifact)
     raise InputValidationError("artifact must be a Part, or a dictionary with fields of a Part.")
 
 
@@ -413,7 +413,7 @@ def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
     elif part.text is not None:
         content, bare.text = encode_text(part.text), None
     with _input_errors():
-        values = json_text.exact_values(dumped(bare), _LEVELS, "artifact")
+        values = json_text.exact_values(dump_model(bare), _LEVELS, "artifact")
     if _parse_part(values) == bare:
         return values | ({"text": ""} if is_text else {}), content
     raise InputValidationError(
@@ -425,7 +425,7 @@ def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
 def _parse_part(values: dict[str, Any]) -> types.Part | None:
     """Return the part in *values*; None if the installed google-adk cannot read it."""
     try:
-        return validated(types.Part, json_text.dumps(values))
+        return validate_model(types.Part, json_text.dumps(values))
     except ValueError:  # do not chain this error: its text quotes values
         return None
 

@@ -26,8 +26,8 @@ from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.event_parser import validated
-from adk_secure_sessions.formats.events import dumped, encode_item
+from adk_secure_sessions.formats.event_parser import validate_model
+from adk_secure_sessions.formats.events import dump_model, encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import (
     COLLECTION_NAME,
@@ -533,9 +533,9 @@ def _content(content: types.Content, name: str, number: int) -> bytes:
     except Exception:
         pass  # for example, lone surrogates, or values without JSON form
     name = f"{name}[{number}].content"
-    data = _json(dumped(content), name)
+    data = _json(dump_model(content), name)
     try:
-        validated(types.Content, json_text.loads(data))
+        validate_model(types.Content, json_text.loads(data))
     except ValueError:
         raise ValueError(
             f"{name} holds a value of a wrong type: google-adk could not read it back"

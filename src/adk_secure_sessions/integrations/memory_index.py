@@ -22,7 +22,7 @@ from google.adk.memory.memory_entry import MemoryEntry
 from google.genai import types
 
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.event_parser import validated
+from adk_secure_sessions.formats.event_parser import validate_model
 from adk_secure_sessions.formats.events import unreadable_error
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import Dropped, MemoryItem, Scope
@@ -113,7 +113,7 @@ class Entry:
 
     def to_memory_entry(self, session_row: int) -> MemoryEntry:
         try:
-            content = validated(types.Content, json_text.loads(self.content))
+            content = validate_model(types.Content, json_text.loads(self.content))
         except ValueError:
             row = f"{session_row}, {self.item_number}"
             raise unreadable_error(events.name, row, self.written_with) from None

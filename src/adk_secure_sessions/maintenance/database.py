@@ -12,7 +12,7 @@ from adk_secure_sessions.caches import Caches
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import LOCK_WAIT, dialect_of, has_table
-from adk_secure_sessions.db.protocol import Executors, Parameters, Row, retried
+from adk_secure_sessions.db.protocol import Executors, Parameters, Row, with_retries
 from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
@@ -163,7 +163,7 @@ class Database(HoldsSecrets, ClosedByWith):
         Raise ConfigurationError if the database does not exist, or cannot be used.
         """
         self.require_files()
-        return await retried(lambda: survey_existing(self.runner.executors))
+        return await with_retries(lambda: survey_existing(self.runner.executors))
 
     async def survey_unchecked(self) -> tuple[Survey, Survey]:
         """Survey the data database and the key database, also new ones or ones that do not match.
@@ -171,15 +171,15 @@ class Database(HoldsSecrets, ClosedByWith):
         Without a key database, both are the same.
         """
         data, keys = self.runner.executors
-        survey = await retried(lambda: survey_database(data))
+        survey = await with_retries(lambda: survey_database(data))
         if not self.runner.executors.has_key_database:
             return survey, survey
-        return survey, await retried(lambda: survey_database(keys, is_key_database=True))
+        return survey, await with_retries(lambda: survey_database(keys, is_key_database=True))
 
     async def open_surveyed(self, survey: Survey) -> Keyring:
         """Unwrap the keyring of *survey*, and authenticate the features; see `open_keyring`."""
         executors, backends = self.runner.executors, self.runner.backends
-        return await retried(lambda: open_surveyed(executors, survey, backends))
+        return await with_retries(lambda: open_surveyed(executors, survey, backends))
 
     async def describe(self) -> Description:
         """Describe the database to a person who is to confirm a command; this needs no root key."""
@@ -199,7 +199,7 @@ class Database(HoldsSecrets, ClosedByWith):
         file = self._files[0]
         if file is not None and not file.exists():
             return True  # opening the database would create the file
-        survey = await retried(lambda: survey_database(self.runner.executors.data_db))
+        survey = await with_retries(lambda: survey_database(self.runner.executors.data_db))
         return survey.format_version is None
 
     async def keyring(self) -> Keyring:

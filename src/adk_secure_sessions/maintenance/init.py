@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from adk_secure_sessions.audit import audited_command, logged_command
-from adk_secure_sessions.db.protocol import retried
+from adk_secure_sessions.db.protocol import with_retries
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.results import Result, counted, counter
 from adk_secure_sessions.storage.opening import open_database, open_for_service
@@ -36,7 +36,7 @@ async def init(db: Database) -> Initialization:
     backends = db.runner.backends
     opening = partial(open_database, db.runner.executors, backends, True)
     data_before, before = await db.survey_unchecked()
-    await retried(opening)
+    await with_retries(opening)
     data_after, after = await db.survey_unchecked()
     created = [after.tables - before.tables]
     if db.runner.executors.has_key_database:
@@ -99,7 +99,7 @@ async def check(db: Database) -> Check:
     db.require_files()
     backends = db.runner.backends
     opening = partial(open_for_service, db.runner.executors, backends, create_tables=True)
-    data, keys, keyring = await retried(opening)
+    data, keys, keyring = await with_retries(opening)
     data.reject_new()
     assert keyring is not None, "keys are created before data"
     return Check(

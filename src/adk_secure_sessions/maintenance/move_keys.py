@@ -34,7 +34,7 @@ from adk_secure_sessions.maintenance.database import Database, reject_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import each
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
-from adk_secure_sessions.results import Result, counter, must_be_true
+from adk_secure_sessions.results import Result, counter, success_flag
 from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.feature_list import features_with_mac, load_features
 from adk_secure_sessions.storage.operation_runner import empty_caches
@@ -86,7 +86,7 @@ class KeyMove(Result):
     master_count: int = counter("master key", "moved", shows_zero=True)
     data_key_count: int = counter("data key", "moved", shows_zero=True)
     resumed: bool = False
-    cleared: bool = must_be_true()
+    cleared: bool = success_flag()
     obstacles: tuple[str, ...] = ()
 
     def extra_lines(self, dry_run: bool) -> Iterator[str]:

@@ -31,7 +31,7 @@ from adk_secure_sessions.maintenance.retire import retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
 from adk_secure_sessions.maintenance.rotate_master import rotate_master
 from adk_secure_sessions.maintenance.rotation import rotation_start_time, store_master_keys
-from adk_secure_sessions.results import Result, counter, must_be_true
+from adk_secure_sessions.results import Result, counter, success_flag
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.feature_list import (
     features_with_mac,
@@ -66,7 +66,7 @@ class Separation(Result):
 
     database_id: str
     resumed: bool
-    complete: bool = must_be_true()
+    complete: bool = success_flag()
     deleted_data_keys: int = counter("data key", "deleted", shows_zero=True)
     deleted_master_ids: tuple[int, ...] = counter(
         "data master", "deleted", shows_zero=True, default=()

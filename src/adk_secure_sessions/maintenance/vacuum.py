@@ -12,10 +12,10 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import IN_USE, dialect_of
-from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor, retried
+from adk_secure_sessions.db.protocol import Conflict, Disconnected, Executor, with_retries
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.results import Result, must_be_true
+from adk_secure_sessions.results import Result, success_flag
 from adk_secure_sessions.storage.schema import FEATURE_TABLES
 from adk_secure_sessions.storage.survey import TableSet
 
@@ -33,7 +33,7 @@ class Vacuum(Result):
 
     success_line = "all tables were rewritten: their free space holds no replaced or deleted values"
 
-    cleared: bool = must_be_true()
+    cleared: bool = success_flag()
     obstacles: tuple[str, ...] = ()
 
     def extra_lines(self, dry_run: bool) -> Iterable[str]:
@@ -88,7 +88,7 @@ async def clear_deleted_bytes(
 
 async def rewrite_tables(db: Database, executor: Executor, tables: Sequence[sa.Table]) -> list[str]:
     """Rewrite *tables* with *executor*, within the limits of *db*; return the reasons why not."""
-    dialect = await retried(lambda: executor.run_sync(dialect_of, commit=False))
+    dialect = await with_retries(lambda: executor.run_sync(dialect_of, commit=False))
     obstacles, lock_wait = [], db.limits.lock_wait
     for table in tables[:1] if dialect.has_one_file else tables:
         if obstacle := await clear_deleted_bytes(executor, table, lock_wait, rewrites_table=True):

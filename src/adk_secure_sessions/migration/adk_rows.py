@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import events, json_text
-from adk_secure_sessions.formats.event_parser import validated
+from adk_secure_sessions.formats.event_parser import validate_model
 from adk_secure_sessions.formats.events import microseconds
 from adk_secure_sessions.formats.records import EncodedEvent
 from adk_secure_sessions.formats.times import microseconds_of
@@ -127,7 +127,7 @@ def convert_event_json(
     fields = _loads(stored) | columns
     if fields.get("timestamp") is None:
         fields["timestamp"] = to_seconds(timestamp, zone)
-    return convert_event(validated(Event, fields))
+    return convert_event(validate_model(Event, fields))
 
 
 _TEXTS = ("id", "invocation_id", "author", "branch", "error_code", "error_message")
@@ -180,7 +180,7 @@ def _loads(value: object) -> Any:
 def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
     """Parse a column of JSON as a model; None if the JSON is not an object, as in google-adk."""
     decoded = _loads(value)
-    return validated(kind, decoded) if isinstance(decoded, dict) else None
+    return validate_model(kind, decoded) if isinstance(decoded, dict) else None
 
 
 def sessions_time_zone(dialect: str) -> tzinfo | None:

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from adk_secure_sessions.concurrency import to_thread
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Executor, retried
+from adk_secure_sessions.db.protocol import Executor, with_retries
 from adk_secure_sessions.db.sqlite import file_uri, is_in_memory, read_only_mode
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
@@ -183,7 +183,7 @@ class AdkTables(Source):
 
         Here, SQLite's driver returns text as str, which SQLAlchemy's inspector needs.
         """
-        return await retried(lambda: self._executor.run_sync(work, commit=False))
+        return await with_retries(lambda: self._executor.run_sync(work, commit=False))
 
     async def run_in_read_transaction(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work* in a transaction, whose queries all read one snapshot of the database."""
@@ -196,7 +196,7 @@ class AdkTables(Source):
                 dialect.begin_snapshot(connection)
                 return work(connection)
 
-        return await retried(lambda: self._executor.run_sync(read, commit=False))
+        return await with_retries(lambda: self._executor.run_sync(read, commit=False))
 
     def writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""

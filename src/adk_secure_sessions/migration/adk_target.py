@@ -24,7 +24,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import RetryingExecutor, UniqueViolation, retried
+from adk_secure_sessions.db.protocol import RetryingExecutor, UniqueViolation, with_retries
 from adk_secure_sessions.db.sqlite import file_of
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, DecryptionError
 from adk_secure_sessions.formats import events, json_text
@@ -298,7 +298,7 @@ class AdkTarget(ClosedByWith):
                 return f"the target cannot hold one of its values (error {error.code})"
             return None
 
-        return await retried(attempt, writes=True)
+        return await with_retries(attempt, writes=True)
 
 
 def create_private_file(path: Path) -> None:

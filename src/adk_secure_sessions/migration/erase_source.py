@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command
 from adk_secure_sessions.db.dialects import dialect_of
-from adk_secure_sessions.db.protocol import Conflict, retried
+from adk_secure_sessions.db.protocol import Conflict, with_retries
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.maintenance import Database, Progress
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
@@ -139,7 +139,7 @@ async def erase_source(
             raise
 
     try:
-        is_deleted = await retried(attempt, writes=True)
+        is_deleted = await with_retries(attempt, writes=True)
         obstacles = await rewrite_tables(db, executor, ADK_TABLES) if is_deleted else []
     finally:
         await executor.close()

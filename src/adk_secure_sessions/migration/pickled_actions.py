@@ -155,7 +155,7 @@ def serve() -> None:
 
 def _load(pickled: bytes) -> bytes:
     """Return the actions in *pickled* as a stored event."""
-    values = events.dumped(_Unpickler(io.BytesIO(pickled)).load())
+    values = events.dump_model(_Unpickler(io.BytesIO(pickled)).load())
     actions = EventActions.model_validate(values)
     return events.encode(Event(author="", invocation_id="", actions=actions), replaces=False)
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.dialects import already_exists, dialect_of, has_table
-from adk_secure_sessions.db.failures import translated
+from adk_secure_sessions.db.failures import translate
 from adk_secure_sessions.db.protocol import Conflict
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, WrongKeyError
 from adk_secure_sessions.keys.blind_index import IndexMaster
@@ -134,7 +134,7 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
                 connection.rollback()
                 if has_table(connection, table):
                     return  # another process has created the table meanwhile
-            failure = translated(error)
+            failure = translate(error)
             if not isinstance(failure, DatabaseError):
                 raise failure from None
             raise ConfigurationError(

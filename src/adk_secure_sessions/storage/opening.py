@@ -90,7 +90,7 @@ async def open_database(
         elif executors.has_key_database and not meta_texts.keys() <= data.meta_texts.keys():
             await _create_missing(executors.data_db, TableSet.DATA, data, meta_texts, [])
         else:
-            _warn(data, backends.stores_plaintext)
+            _warn_of_plaintext(data, backends.stores_plaintext)
             return keyring
     raise SecureSessionError(
         "the database kept changing while it was opened: try again", retryable=True
@@ -222,7 +222,7 @@ def create_tables_of(tables: Sequence[sa.Table], connection: sa.Connection) -> b
     return False
 
 
-def _warn(survey: Survey, writes_plaintext: bool) -> None:
+def _warn_of_plaintext(survey: Survey, writes_plaintext: bool) -> None:
     if survey.has_adk_tables:
         logger.warning(
             "this database also holds the tables sessions and events of ADK, which are plaintext, "

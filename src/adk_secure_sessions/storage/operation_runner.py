@@ -36,7 +36,7 @@ from adk_secure_sessions.db.protocol import (
     Row,
     Steps,
     UniqueViolation,
-    retried,
+    with_retries,
 )
 from adk_secure_sessions.errors import (
     ConfigurationError,
@@ -495,7 +495,7 @@ class OperationRunner:
             # Other tasks use *old* meanwhile, also if a row whose key service failed is due again.
             retry_at, old.retry_at = old.retry_at, math.inf
             try:
-                renewed = await retried(lambda: self._open_keyring(old))
+                renewed = await with_retries(lambda: self._open_keyring(old))
             except SecureSessionError as error:
                 self._keyring_error = copy_of(error)
                 self._keyring_retry_at = time.monotonic() + self.keyring_pause
@@ -534,7 +534,7 @@ class OperationRunner:
         async with self._locks.lock("open"):
             if self._opened is None:
                 try:
-                    keyring = await retried(lambda: self._open_keyring(None))
+                    keyring = await with_retries(lambda: self._open_keyring(None))
                 except BaseException as error:
                     audit.record_opened(None, type(error).__name__)
                     raise

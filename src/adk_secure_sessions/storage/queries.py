@@ -96,7 +96,7 @@ def _sqlite_byte_length(element: Any, compiler: Any, **options: Any) -> str:
     return f"length(CAST({compiler.process(element.clauses, **options)} AS BLOB))"
 
 
-def bounded(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+def null_if_invalid(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     """Return *column* of a table of keys, with NULL instead of a value that no service stores.
 
     An attacker may have stored values of any size and, on SQLite, of any type.  Without this
@@ -111,9 +111,9 @@ def bounded(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
 
 
 # Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = sa.select(keyring.c.id, *map(bounded, list(keyring.c)[1:]))
+MASTER_KEYS = sa.select(keyring.c.id, *map(null_if_invalid, list(keyring.c)[1:]))
 # Query for data keys only; its columns are the fields of DataKeyRow.
-DATA_KEYS: sa.Select[Any] = sa.select(data_keys.c.id, *map(bounded, list(data_keys.c)[1:]))
+DATA_KEYS: sa.Select[Any] = sa.select(data_keys.c.id, *map(null_if_invalid, list(data_keys.c)[1:]))
 
 
 # The type of the rows of each kind, and the function that selects their values.
@@ -166,7 +166,8 @@ _SNAPSHOT_KIND = RowKind(SnapshotRow, snapshots.c)
 _EVENT_KIND = RowKind(EventRow, (events.c.seq, events.c.time, events.c.event))
 _KEY_KIND = RowKind(DataKeyRow, DATA_KEYS.selected_columns)
 _MASTER_KIND = RowKind(
-    MasterFingerprint, (keyring.c.id, bounded(keyring.c.created_at), bounded(keyring.c.wrapped))
+    MasterFingerprint,
+    (keyring.c.id, null_if_invalid(keyring.c.created_at), null_if_invalid(keyring.c.wrapped)),
 )
 _MIGRATED_KIND = RowKind(MigratedRow, migrated.c)
 _INDEX_ROW_KIND = RowKind(StateIndexRow, state_index.c)

@@ -30,7 +30,7 @@ from adk_secure_sessions.db.protocol import (
     Executor,
     Steps,
     Transaction,
-    retried,
+    with_retries,
 )
 from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.formats.audit_records import (
@@ -191,7 +191,7 @@ class AuditTrail(HoldsSecrets):
                     "and rules of secure_audit"
                 )
 
-        await (retried(attempt, writes=True) if retries else attempt())
+        await (with_retries(attempt, writes=True) if retries else attempt())
 
     async def purge(self, entry: AuditEntry, changes: Sequence[Change]) -> bool:
         """Make *changes* in one transaction, and store *entry* in it.
