@@ -180,6 +180,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         # The collections, in which other services of this package store artifacts and memory.
         self.collections: Collections = Collections(runner)
         self._skips_unreadable = skip_unreadable_sessions
+        self._page_options = partial(page_options, skips_unreadable=skip_unreadable_sessions)
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
@@ -448,13 +449,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             DecryptionError: See `list_sessions`.
             ValueError: An argument is none of the values above.
         """
-        options = page_options(
-            limit,
-            after,
-            order,
-            with_snapshots=include_state,
-            skips_unreadable=self._skips_unreadable,
-        )
+        options = self._page_options(limit, after, order, with_snapshots=include_state)
         page = await self._list(app_name, user_id, partial(reads.ListSessionsPage, options=options))
         listed = self._to_sessions(app_name, page.items, include_state=include_state)
         return SessionPage(listed, position_text(page.next))
@@ -534,9 +529,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
             ValueError: An argument is none of the values above, or exceeds a limit.
         """
         updated = period(updated_after, updated_before)
-        options = page_options(
-            limit, after, order, updated=updated, skips_unreadable=self._skips_unreadable
-        )
+        options = self._page_options(limit, after, order, updated=updated)
         page = await self._find(app_name, key, value, options)
         return SessionPage(self._to_sessions(app_name, page.items), position_text(page.next))
 
