@@ -314,15 +314,18 @@ def parse_header_or_none(record: object) -> tuple[int, int] | None:
         return None
 
 
+# What is done with a plaintext that has flags: `unpack`, `keep_packed` or `reject_flags`.
+Unpacker = Callable[[bytes], bytes]
+
+
 def open_with_flags(
-    record: bytes, context: bytes, cipher: Cipher, handle_flags: Callable[[bytes], bytes] = unpack
+    record: bytes, context: bytes, cipher: Cipher, unpacker: Unpacker = unpack
 ) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its flags and content.
 
     The flags stay: readers of events, of which there may be thousands, take slices in any case.
-    If the plaintext has other flags than `NO_FLAGS`, return what *handle_flags* makes of it:
-    `unpack`, `keep_packed`, or, for wrapped keys and version witnesses, which are never packed,
-    `reject_flags`.
+    If the plaintext has other flags than `NO_FLAGS`, return what *unpacker* makes of it.
+    Wrapped keys and version witnesses are never packed.
     """
     try:
         plaintext = cipher.decrypt(record[HEADER_LENGTH:], record[:HEADER_LENGTH] + context)
@@ -336,7 +339,7 @@ def open_with_flags(
         return plaintext
     if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
-    return handle_flags(plaintext)
+    return unpacker(plaintext)
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

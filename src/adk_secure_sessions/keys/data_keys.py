@@ -13,7 +13,7 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 - An owner's *newest* data key is the one with the highest generation, usable or not.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -29,7 +29,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import Cipher, Packing
+from adk_secure_sessions.formats.records import Cipher, Packing, Unpacker
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
@@ -351,26 +351,18 @@ class TransactionKeys:
         return record
 
     def open(
-        self,
-        owner_tag: bytes,
-        context: bytes,
-        record: bytes,
-        handle_flags: Callable[[bytes], bytes] = records.unpack,
+        self, owner_tag: bytes, context: bytes, record: bytes, unpacker: Unpacker = records.unpack
     ) -> bytes:
         """Decrypt *record*, a record of the owner, and return the content."""
-        return self.open_with_flags(owner_tag, context, record, handle_flags)[1:]
+        return self.open_with_flags(owner_tag, context, record, unpacker)[1:]
 
     def open_with_flags(
-        self,
-        owner_tag: bytes,
-        context: bytes,
-        record: bytes,
-        handle_flags: Callable[[bytes], bytes],
+        self, owner_tag: bytes, context: bytes, record: bytes, unpacker: Unpacker
     ) -> bytes:
         """Decrypt *record*, a record of the owner, as `records.open_with_flags` does."""
         key = self.key_of(owner_tag, record)
         began = perf_counter()
-        plaintext = records.open_with_flags(record, context, key.cipher, handle_flags)
+        plaintext = records.open_with_flags(record, context, key.cipher, unpacker)
         if self.measured_call is not None:
             self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext

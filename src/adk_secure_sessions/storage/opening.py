@@ -109,11 +109,8 @@ async def open_for_service(
     if key_survey.database_id is None:
         return data, key_survey, None
     key_survey.reject_unfinished(FeatureName.SEPARATING)
-    return (
-        data,
-        key_survey,
-        await open_surveyed(executors, with_key_survey(data, key_survey), backends),
-    )
+    keyring = await open_surveyed(executors, with_key_survey(data, key_survey), backends)
+    return data, key_survey, keyring
 
 
 async def survey_existing(executors: Executors, known: Keyring | None = None) -> Survey:

@@ -363,7 +363,6 @@ class SealedTable(Generic[R]):
         self.record_column: sa.Column[Any] = columns[-1]
         self.key_columns: tuple[sa.Column[Any], ...] = tuple(table.primary_key)
         self.version_column: sa.Column[Any] | None = table.c[version] if version else None
-        self._version_at = names.index(version) if version else None
         self._id_count = ids
         self._tag_at = names.index("tag") if "tag" in names else None
         numbers = [at for at, one in enumerate(columns) if isinstance(one.type, sa.Integer)]
@@ -380,7 +379,8 @@ class SealedTable(Generic[R]):
 
     def version_of(self, row: R) -> int:
         """Return the version of *row*; 0 for an event."""
-        return 0 if self._version_at is None else row[self._version_at]
+        column = self.version_column
+        return 0 if column is None else getattr(row, column.name)
 
     def context(self, ids: Sequence[str], row: R) -> bytes:
         """Return the context of *row*; *ids* are the app name, the user id and the session id, or
@@ -514,7 +514,8 @@ class SessionRevision(NamedTuple):
 
 
 class StoredSession(NamedTuple):
-    """A decrypted row of `secure_sessions`.
+    """A session, or a collection, as it is stored: a decrypted row of `secure_sessions`.  The
+    application gets it as a `Session` of ADK.
 
     The session's state is *snapshot* updated with *overlay*.  Only a large state has a snapshot: a
     row of `secure_bases`, written at the revision `base_revision`.  *snapshot* is `{}` if there is

@@ -44,6 +44,8 @@ from adk_secure_sessions.storage.schema import (
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
+_TABLES: dict[type, SealedTable[Any]] = {AppRow: APPS, UserRow: USERS, SessionRow: SESSIONS}
+
 
 def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
     """Return the app, or None if it is not stored; raise DecryptionError if its row was tampered
@@ -70,8 +72,8 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     return user
 
 
-def table_of(row: AppRow | UserRow) -> SealedTable[Any]:
-    return USERS if isinstance(row, UserRow) else APPS
+def table_of(row: AppRow | UserRow | SessionRow) -> SealedTable[Any]:
+    return _TABLES[type(row)]
 
 
 def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owner:
@@ -130,12 +132,8 @@ def open_session(attempt: Attempt, rows: QueryRows, user: Owner | None) -> Store
         raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
     session = open_session_row(attempt, rows, user, row)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
-        raise TamperedError(
-            f"not the requested {'collection' if attempt.identity.is_collection else 'session'}",
-            Reason.WRONG_OWNER,
-            SESSIONS.name,
-            session.row.id,
-        )
+        kind = "collection" if attempt.identity.is_collection else "session"
+        raise TamperedError(f"not the requested {kind}", Reason.WRONG_OWNER, SESSIONS.name, row.id)
     return session
 
 
@@ -196,18 +194,12 @@ def _decrypt_session(
             )
     snapshot = None
     if rows.reads_snapshots or not has_snapshot:
-        ids = (attempt.identity.app_name, user.user_id, session_id)
-        snapshot = _open_snapshot(attempt, rows, ids, user, row, snapshot_link)
+        snapshot = _open_snapshot(attempt, rows, user, row, session_id, snapshot_link)
     return StoredSession(row, session_id, overlay, snapshot, last_link, snapshot_link)
 
 
 def _open_snapshot(
-    attempt: Attempt,
-    rows: QueryRows,
-    ids: tuple[str, str, str],
-    user: Owner,
-    row: SessionRow,
-    link: bytes,
+    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, session_id: str, link: bytes
 ) -> bytes:
     snapshot = rows.snapshots.get(row.id)
     with locating_errors(SNAPSHOTS.name, row.id):
@@ -220,6 +212,7 @@ def _open_snapshot(
             return b"{}"
         if snapshot is None or snapshot.revision != row.base_revision:
             raise TamperedError("it was removed, or an older row was replayed", Reason.MISMATCH)
+        ids = (attempt.identity.app_name, user.user_id, session_id)
         context = SNAPSHOTS.context(ids, snapshot)
         own_link, state = split_link(attempt.keys.open(user.row.tag, context, snapshot.record))
         if own_link != link:

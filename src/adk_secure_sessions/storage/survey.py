@@ -135,9 +135,7 @@ class Survey(NamedTuple):
     @property
     def existing_id(self) -> bytes:
         """The id of a database that is not new, as the caller has checked."""
-        assert self.database_id is not None, (
-            "`require_usable` and `Database.survey_existing` reject it"
-        )
+        assert self.database_id is not None, "the caller has rejected a new database"
         return self.database_id
 
     @property

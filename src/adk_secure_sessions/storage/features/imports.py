@@ -209,11 +209,7 @@ class _Import(Write[T]):
         return hmac.compare_digest(row.source, self.source)
 
     def _checked(
-        self,
-        status: ImportStatus,
-        table: str,
-        stored: StoredSession | Owner | None,
-        row: MigratedRow,
+        self, status: ImportStatus, stored: StoredSession | Owner | None, row: MigratedRow
     ) -> ImportStatus:
         """Return *status*, which an import has without `replace` as a conflict if it is outdated.
 
@@ -224,7 +220,7 @@ class _Import(Write[T]):
                 f"its version is {stored.version}, and version {row.number} was imported: an older "
                 "row was replayed",
                 Reason.MISMATCH,
-                table,
+                sealed_rows.table_of(stored.row).name,
                 stored.row.id,
             )
         if status is ImportStatus.OUTDATED and not self.replace:
@@ -272,7 +268,7 @@ class ImportSession(_Import[ImportStatus]):
         if row:
             copy = CheckedMigratedRow(row, session and session.id_and_revision, self.macs)
             status = copy.status(is_unchanged=self._is_unchanged(row))
-            status = self._checked(status, sessions.name, session, row)
+            status = self._checked(status, session, row)
             if status.is_due and session and user:
                 yield from self._replace_session(attempt, owner_changes, user, session, row)
             return status
@@ -374,9 +370,8 @@ class ImportOwnerState(_Import[ImportStatus]):
             # A service may have changed other fields of the row, such as the ids of its data keys.
             # Therefore, the states are compared and not the versions.
             is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
-            table = users.name if self.of_user else apps.name
             status = _STATUS[self._is_unchanged(row), is_untouched]
-            status = self._checked(status, table, owner, row)
+            status = self._checked(status, owner, row)
             if not status.is_due:
                 return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:
