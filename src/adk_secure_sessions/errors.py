@@ -12,6 +12,8 @@ from typing import Self, TypeVar
 
 E = TypeVar("E", bound=Exception)
 
+_MAX_ROW_NAME = 200  # characters; keys that services store are shorter
+
 
 class SecureSessionError(Exception):
     """Base class of all public exceptions of this library.
@@ -137,6 +139,12 @@ class Reason(StrEnum):
     """A later release wrote the value, with flags that this release does not know."""
 
 
+def row_name(row: object) -> str:
+    """Return the primary key *row* as text, shortened if an attacker has stored a long value."""
+    text = str(row)
+    return text if len(text) <= _MAX_ROW_NAME else f"{text[:_MAX_ROW_NAME]}..."
+
+
 class DecryptionError(SecureSessionError):
     """A stored value cannot be decrypted or is not authentic; the value was left unchanged.
 
@@ -163,19 +171,21 @@ class DecryptionError(SecureSessionError):
         table: str | None = None,
         row: object = None,
     ) -> None:
-        super().__init__(detail if table is None else f"{table} row {row}: {detail}")
+        name = None if row is None else row_name(row)
+        super().__init__(detail if table is None else f"{table} row {name}: {detail}")
         self.detail: str = detail
         self.reason = reason or self.reason
-        self.table, self.row = table, None if row is None else str(row)
+        self.table, self.row = table, name
 
     def located(self, table: str, row: object) -> Self:
         """Return a copy whose message begins with this table and row.
 
         If the error already names a rejected row, `table` and `row` keep naming that row.
         """
-        error = self._copy(f"{table} row {row}: {self}")
+        name = row_name(row)
+        error = self._copy(f"{table} row {name}: {self}")
         if error.table is None:
-            error.table, error.row = table, str(row)
+            error.table, error.row = table, name
         return error
 
     def about(self, part: str) -> Self:

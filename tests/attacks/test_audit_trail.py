@@ -302,6 +302,15 @@ async def test_replayed_list_of_features_is_reported(
     assert await victim.problems(victim.heads()) == []
 
 
+async def test_long_key_of_an_inserted_row_is_shortened_in_results_and_records(
+    victim: Victim,
+) -> None:
+    victim.run("INSERT INTO secure_witnesses VALUES (zeroblob(1000000), 1, x'')")
+    async with Database(victim.url, BACKEND) as db:
+        (problem,) = (await verify(db)).problems  # and its record is stored: there is no error
+    assert problem.row == "00" * 100 + "..."
+
+
 async def test_dropped_table_stops_services(victim: Victim) -> None:
     victim.run("DROP TABLE secure_audit")
     with pytest.raises(Exception, match="secure_audit was removed"):

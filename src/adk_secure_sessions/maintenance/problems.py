@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions.audit import record_rejected
-from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
+from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, row_name
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.row_scan import key_text
 from adk_secure_sessions.storage import meta
@@ -116,7 +116,7 @@ class Problems(CappedList[Problem]):
         """
         if error.table is not None and error.row is not None:
             table, row = error.table, error.row
-        is_shared, name = table in _NEEDED_BY_OTHERS, (table, str(row))
+        is_shared, name = table in _NEEDED_BY_OTHERS, (table, row_name(row))
         if not self._ignored[name]:
             record_rejected(error.located(*name))
             self.append(Problem(*name, error.reason, error.detail))
