@@ -73,13 +73,10 @@ class RecordHeader(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        backend, key = backend_name(self.backend_id), self.key_id
-        how = (
-            (backend, f"by {key}")
-            if self.root_key_id is None
-            else ("wrapped", f"by {self.root_key_id}")
-        )
-        return f"row {self.row}", self.column, *how, f"{self.length} bytes", self.kind or ""
+        how, key = backend_name(self.backend_id), f"by {self.key_id}"
+        if self.root_key_id is not None:
+            how, key = "wrapped", f"by {self.root_key_id}"
+        return f"row {self.row}", self.column, how, key, f"{self.length} bytes", self.kind or ""
 
 
 _RECORD_COLUMNS: dict[str, sa.Column[Any]] = {

@@ -35,7 +35,7 @@ from adk_secure_sessions.maintenance.rotation import (
     store_master_keys,
     time_after,
 )
-from adk_secure_sessions.maintenance.row_scan import KEY_IS_UNCHANGED, scan_data_keys
+from adk_secure_sessions.maintenance.row_scan import scan_data_keys
 from adk_secure_sessions.results import counter
 from adk_secure_sessions.storage import clusters
 from adk_secure_sessions.storage.queries import DATA_KEYS
@@ -201,7 +201,8 @@ def _store_rewrapped(
 _REWRAP = (
     sa.update(data_keys)
     .where(
-        *KEY_IS_UNCHANGED,
+        data_keys.c.id == sa.bindparam("at_id"),
+        data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
         # Require that the new data master still exists.  If another rotation has replaced the new
         # data master before any data key was wrapped with it, `retire` may have deleted it.
         sa.select(sa.literal_column("1"))

@@ -202,11 +202,6 @@ def _decrypt_ids(
 
 
 SESSION_ROWS = sa.select(*sessions.c)
-# The conditions that a data key has not changed since `at_id` and `at_wrapped` were read.
-KEY_IS_UNCHANGED = (
-    data_keys.c.id == sa.bindparam("at_id"),
-    data_keys.c.wrapped == sa.bindparam("at_wrapped", type_=data_keys.c.wrapped.type),
-)
 _OF_USER = SESSION_ROWS.where(sessions.c.user_row == sa.bindparam("user_row"))
 
 

@@ -132,8 +132,8 @@ async def separate(
     old_master_ids = (await db.reread_keyring()).data_masters.keys() & separation.master_ids
     # A data key of an owner without a row is neither rotated nor retired.  It would still decrypt
     # records of the original, so the separation is not complete while such an old key exists.
-    since = {"since": separation.since}
-    ((count,),) = await db.runner.key_db.read(_NUMBER_OF_OLD_DATA_KEYS, since)
+    read = db.runner.key_db.read
+    ((count,),) = await read(_NUMBER_OF_OLD_DATA_KEYS, {"since": separation.since})
     result.kept = len(old_master_ids) + int(count)
     result.complete = are_replaced and not result.kept
     if result.complete:

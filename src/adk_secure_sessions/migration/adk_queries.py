@@ -26,13 +26,13 @@ from adk_secure_sessions.migration.pickled_actions import PickleReader, PickleRe
 from adk_secure_sessions.migration.sources import (
     EVERYTHING,
     SEE_LIMITS,
+    Contents,
     ConversionError,
     Ids,
     ListedSession,
     Selection,
     SessionContent,
     States,
-    Unreadable,
     try_convert,
 )
 
@@ -293,9 +293,7 @@ class AdkQueries:
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
         return connection.execute(query.order_by(_EVENTS.c.timestamp, tie_breaker)).all()
 
-    def convert_sessions(
-        self, found: Sequence[SessionWithRows]
-    ) -> dict[ListedSession, SessionContent | Unreadable]:
+    def convert_sessions(self, found: Sequence[SessionWithRows]) -> Contents:
         return {session[0]: try_convert(self.convert_session, *session) for session in found}
 
     def convert_states(self, rows: StateRows) -> States:

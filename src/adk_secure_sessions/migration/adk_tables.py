@@ -7,7 +7,7 @@ it does not block google-adk's writers for long.  `adk_queries` contains the que
 converts the rows.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import tzinfo
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,10 @@ from adk_secure_sessions.migration.adk_queries import (
 )
 from adk_secure_sessions.migration.adk_rows import to_microseconds
 from adk_secure_sessions.migration.sources import (
+    Contents,
     ConversionError,
     ListedSession,
     Selection,
-    SessionContent,
     Source,
     States,
     Unreadable,
@@ -129,9 +129,7 @@ class AdkTables(Source):
             for batch in grouped(page, lambda sized: sized[1], _BATCH_SESSIONS, _BATCH_BYTES):
                 yield [session for session, _size in batch]
 
-    async def read(
-        self, sessions: Sequence[ListedSession]
-    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
+    async def read(self, sessions: Sequence[ListedSession]) -> Contents:
         dialect = (await self.queries()).dialect
         sessions = [session for session in sessions if can_store(dialect, *session.ids)]
         if not sessions:
@@ -153,9 +151,7 @@ class AdkTables(Source):
         rows = await self._run(AdkQueries.sessions_with_prefix, key=key, after=None, limit=1)
         return rows[0][0] if rows else None
 
-    async def sessions_of(
-        self, app_name: str, user_id: str | None
-    ) -> AsyncIterator[Mapping[ListedSession, SessionContent | Unreadable]]:
+    async def sessions_of(self, app_name: str, user_id: str | None) -> AsyncIterator[Contents]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""
         key = (app_name,) if user_id is None else (app_name, user_id)
         pages = self._pages(AdkQueries.sessions_with_prefix, adk_queries.LOOKUP_PAGE, key=key)

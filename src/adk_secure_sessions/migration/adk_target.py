@@ -129,10 +129,8 @@ class AdkTarget(ClosedByWith):
 
     async def insert(self, batch: Mapping[Ids, SessionRows]) -> dict[Ids, str]:
         """Insert each session in whole or not at all; return the reason for each rejected one."""
-        if (
-            not batch
-            or await self._rejection_of(partial(self._insert, batch=batch.values())) is None
-        ):
+        insert_all = partial(self._insert, batch=batch.values())
+        if not batch or await self._rejection_of(insert_all) is None:
             return {}
         one_by_one = ((ids, partial(self._insert, batch=[rows])) for ids, rows in batch.items())
         reasons = {ids: await self._rejection_of(insert) for ids, insert in one_by_one}
@@ -157,9 +155,8 @@ class AdkTarget(ClosedByWith):
         difference = await self.state_difference(owner, state)
         if difference is None:
             return False
-        if await self._reader.state(*owner) is None:
-            raise ConversionError(reason)
-        raise ConversionError("the target has another state, which was not changed")
+        other = "the target has another state, which was not changed"
+        raise ConversionError(reason if difference == MISSING else other)
 
     # --- read ------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Read sessions from a database of this package, which may have other keys."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -23,6 +23,7 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.migration.sources import (
     SEE_LIMITS,
+    Contents,
     Ids,
     ListedSession,
     Selection,
@@ -100,9 +101,7 @@ class EncryptedSource(Source):
             for batch in grouped(sized, itemgetter(1), len(sized), _BATCH):
                 yield [_listed_session(session) for session, _size in batch]
 
-    async def read(
-        self, sessions: Sequence[ListedSession]
-    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
+    async def read(self, sessions: Sequence[ListedSession]) -> Contents:
         contents = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
         pairs = zip(sessions, contents, strict=True)
         return {session: content for session, content in pairs if content is not None}

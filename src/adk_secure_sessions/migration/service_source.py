@@ -16,6 +16,7 @@ from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.migration.adk_rows import convert_event, require_valid_ids
 from adk_secure_sessions.migration.sources import (
     SEE_LIMITS,
+    Contents,
     ConversionError,
     ListedSession,
     Selection,
@@ -29,8 +30,6 @@ from adk_secure_sessions.migration.sources import (
 
 _AT_ONCE = 8  # the number of calls of the service at the same time
 _BATCH = 32  # the number of sessions in one batch, if their contents are not read
-
-_Content = SessionContent | Unreadable
 
 
 @hides_locals
@@ -83,7 +82,7 @@ class ServiceSource(Source):
         self._compares_events = compares_events
         # The contents of the batch that `sessions` yielded last, so that the first `read` need not
         # read them again.  Empty if `compares_events` is False.
-        self._contents: dict[ListedSession, _Content] = {}
+        self._contents: dict[ListedSession, SessionContent | Unreadable] = {}
 
     @property
     def description(self) -> str:
@@ -101,18 +100,18 @@ class ServiceSource(Source):
                 batch = listed[start : start + size]
                 self._contents = {}
                 if self._compares_events:
-                    self._contents = await self._read(batch, counts_events=True)
+                    self._contents |= await self._read(batch, counts_events=True)
                     batch = list(self._contents)
                 yield batch
         self._contents = {}
 
-    async def read(self, sessions: Sequence[ListedSession]) -> Mapping[ListedSession, _Content]:
+    async def read(self, sessions: Sequence[ListedSession]) -> Contents:
         known = {key: self._contents.pop(key) for key in sessions if key in self._contents}
-        return known | await self._read([key for key in sessions if key not in known])
+        return {**known, **await self._read([key for key in sessions if key not in known])}
 
     async def _read(
         self, keys: Sequence[ListedSession], *, counts_events: bool = False
-    ) -> dict[ListedSession, _Content]:
+    ) -> Contents:
         """Read sessions; with *counts_events*, their etags contain the number of events."""
         contents = {}
         service_sessions = await in_groups(_AT_ONCE, self._get, keys)

@@ -100,8 +100,9 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-# The states of users and apps as JSON.
+# The states of users and apps as JSON, and the contents of sessions.
 States = Mapping[Ids, bytes | Unreadable]
+Contents = Mapping[ListedSession, SessionContent | Unreadable]
 
 
 def encoded_state(state: JsonObject) -> bytes:
@@ -143,9 +144,7 @@ class Source(ClosedByWith):
         """Yield the sessions in *selection*, in batches, in an order that does not change."""
 
     @abstractmethod
-    async def read(
-        self, sessions: Sequence[ListedSession]
-    ) -> Mapping[ListedSession, SessionContent | Unreadable]:
+    async def read(self, sessions: Sequence[ListedSession]) -> Contents:
         """Return the contents of *sessions*; a session that was deleted meanwhile is omitted.
 
         The keys are elements of *sessions*.  A content may be newer than the etag of its key;
