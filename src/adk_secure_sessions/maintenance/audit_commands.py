@@ -411,7 +411,7 @@ async def _delete(db: Database, chain: bytes, last: _LastRecord) -> bool:
     database = (await db.keyring()).database_id.hex()
     entry = audit.new_entry(_PURGE_EVENT, database=database, chains=[purged])
     try:
-        is_deleted = await db.trail.purge(entry, changes)
+        is_deleted = await db.trail.apply_with_entry(changes, entry)
     except Conflict:
         return False
     except Disconnected as lost:

@@ -193,7 +193,7 @@ class AuditTrail(HoldsSecrets):
 
         await (with_retries(attempt, writes=True) if retries else attempt())
 
-    async def purge(self, entry: AuditEntry, changes: Sequence[Change]) -> bool:
+    async def apply_with_entry(self, changes: Sequence[Change], entry: AuditEntry) -> bool:
         """Make *changes* in one transaction, and store *entry* in it.
 
         Return False and change nothing if the first change matched no row.  After a lost
