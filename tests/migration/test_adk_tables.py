@@ -703,7 +703,7 @@ async def test_source_is_read_only_and_changes_nothing(adk: Adk, mode: str) -> N
     before = path.read_bytes()
     async with adk.source() as source:
         await assert_same_as_adk(adk.service, source)
-        writing = source.run_in_read_transaction(lambda c: c.exec_driver_sql("DELETE FROM events"))
+        writing = source.run_in_snapshot(lambda c: c.exec_driver_sql("DELETE FROM events"))
         with pytest.raises(DatabaseError):
             await writing
     if mode == "delete":

@@ -50,7 +50,7 @@ def lookup(db: Database, **ids: Any) -> None:
     print_result(Rows(run(db, maintenance.lookup, resume_hint=None, **ids)))
 
 
-def _tables(
+def _complete_table(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the names of tables that begin with *incomplete*, for completion in the shell."""
@@ -58,7 +58,7 @@ def _tables(
 
 
 @debug.command()
-@click.argument("table", metavar="TABLE", shell_complete=_tables)
+@click.argument("table", metavar="TABLE", shell_complete=_complete_table)
 @click.option(
     "--row",
     metavar="KEY",

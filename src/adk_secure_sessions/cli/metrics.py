@@ -58,7 +58,7 @@ class RunMetrics:
         for name, samples in values.items():
             lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} gauge"]
             lines += [f"{name}{{{labels}{more}}} {value:.3f}" for more, value in samples.items()]
-        _replace(file, "\n".join([*lines, ""]))
+        _replace_file(file, "\n".join([*lines, ""]))
 
     def _last_success(self, file: Path) -> float:
         """Return when the command last succeeded, as *file* says; 0 if it does not say it."""
@@ -77,7 +77,7 @@ class RunMetrics:
                 yield f',purpose="{_escaped(key.purpose)}",key="{_escaped(key.id)}"', key.age
 
 
-def set_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+def set_metrics_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     """Check the value of --metrics-file, and keep it.  click calls this function."""
     if value is None:
         return
@@ -124,7 +124,7 @@ def _escaped(value: object) -> str:
     return str(value).translate(_ESCAPES)
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace_file(file: Path, text: str) -> None:
     """Replace *file* by a new one with *text*, which every account may read."""
     number, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:

@@ -128,7 +128,7 @@ _DATABASE_OPTIONS = (
         type=click.Path(),
         is_eager=True,
         expose_value=False,
-        callback=metrics.set_file,
+        callback=metrics.set_metrics_file,
         help="Replace this file, NAME.prom, with metrics of this run for Prometheus.",
     ),
     _common_option("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),

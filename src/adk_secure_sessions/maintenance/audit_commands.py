@@ -225,7 +225,7 @@ async def purge_audit(
         last = await trail.check(chain)
         if last is None or trail.problems.count != bad:
             continue
-        if trail.purge_records == purge_records and (dry_run or await _delete(db, chain, last)):
+        if trail.purge_records == purge_records and (dry_run or await _purge(db, chain, last)):
             result.chains += 1
             result.records += last.number + 1
         else:
@@ -402,7 +402,7 @@ def _head_in(line: str, database_id: bytes) -> tuple[bytes, int, bytes] | None:
     return (chain, number, link) if is_head else None
 
 
-async def _delete(db: Database, chain: bytes, last: _LastRecord) -> bool:
+async def _purge(db: Database, chain: bytes, last: _LastRecord) -> bool:
     """Delete a chain in one transaction; return False if it has changed."""
     assert last.link is not None, "the chain was checked"
     key = {"at_chain": chain, "at_number": last.number}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second
 
 # A command reads each row once, one owner after another, so larger caches would only take memory.
-_CACHE = Caches(sessions=64, data_keys=64)
+_CACHES = Caches(sessions=64, data_keys=64)
 
 
 class StatementLimits(NamedTuple):
@@ -129,7 +129,7 @@ class Database(HoldsSecrets, ClosedByWith):
             executors,
             backends,
             self._open_keyring,
-            cache_sizes=_CACHE,
+            cache_sizes=_CACHES,
             keyring_pause=0,
             before_use=self._record_command,
             packing=packing,

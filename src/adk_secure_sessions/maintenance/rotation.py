@@ -299,7 +299,7 @@ async def rotation_start_time(db: Database) -> int:
         latest = max(latest, time_after(keyring_table, master))
     keyring = await db.keyring()
     read, size = db.runner.key_db.read, db.limits.ids_per_statement
-    later = pages(read, _NOT_BEFORE, data_keys.c.id, size, DataKeyRow, at=latest)
+    later = pages(read, _KEYS_SINCE, data_keys.c.id, size, DataKeyRow, since=latest)
     async for key in each(later):
         if can_unwrap(key, keyring):
             latest = max(latest, time_after(data_keys, key))
@@ -325,7 +325,7 @@ def time_after(table: sa.Table, row: MasterKeyRow | DataKeyRow) -> int:
     return row.created_at + 1
 
 
-_NOT_BEFORE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("at", type_=sa.BigInteger))
+_KEYS_SINCE = DATA_KEYS.where(data_keys.c.created_at >= sa.bindparam("since", type_=sa.BigInteger))
 
 
 # --- stored checkpoints --------------------------------------------------------------------------

@@ -198,7 +198,7 @@ class AdkQueries:
     ) -> list[tuple[ListedSession, Any, Any]]:
         """Return the next sessions, with *state* of their rows and *size* of their events."""
         conditions = [*conditions, *self._after(_SESSION_KEY, after)]
-        chosen = sa.select(*_SESSION_KEY, *_columns(state)).where(*conditions)
+        chosen = sa.select(*_SESSION_KEY, *_session_columns(state)).where(*conditions)
         rows: Sequence[Any]
         rows = connection.execute(chosen.order_by(*_SESSION_KEY).limit(limit)).all()
         if not rows:
@@ -218,10 +218,8 @@ class AdkQueries:
 
     def session_versions(self, connection: sa.Connection) -> Iterator[ListedSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
-        sizes = sa.null(), sa.literal(0)
-        for page in _pages(
-            lambda after: self._sessions(connection, [], after, SESSION_PAGE, *sizes)
-        ):
+        others = SESSION_PAGE, sa.null(), sa.literal(0)
+        for page in _pages(lambda after: self._sessions(connection, [], after, *others)):
             yield from (session for session, _, _ in page)
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:
@@ -247,7 +245,7 @@ class AdkQueries:
     ) -> list[SessionWithRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
-        query = sa.select(*_SESSION_KEY, *_columns(self._text(ADK_SESSIONS.c.state)))
+        query = sa.select(*_SESSION_KEY, *_session_columns(self._text(ADK_SESSIONS.c.state)))
         query = query.where(self._is_one_of(_SESSION_KEY, keys))
         rows_of: dict[tuple[Any, ...], tuple[Row, list[Row]]]
         rows_of = {tuple(row[:3]): (row, []) for row in connection.execute(query)}
@@ -472,7 +470,7 @@ def is_exactly(dialect: str, column: sa.ColumnElement[str], name: str) -> sa.Col
     return sa.and_(is_equal, sa.cast(text, sa.LargeBinary) == name.encode())
 
 
-def _columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
+def _session_columns(state: sa.ColumnElement[Any]) -> list[sa.ColumnElement[Any]]:
     """Return the columns of a session's row that `AdkQueries.convert_session` converts."""
     return [state.label("state"), ADK_SESSIONS.c.create_time, ADK_SESSIONS.c.update_time]
 

@@ -124,7 +124,7 @@ def convert_event_json(
         are_equal = all(getattr(event, name) == value for name, value in columns.items())
         if are_equal and "timestamp" in event.model_fields_set:
             return EncodedEvent(plaintext, microseconds(event.timestamp))
-    fields = _loads(stored) | columns
+    fields = _parse_json(stored) | columns
     if fields.get("timestamp") is None:
         fields["timestamp"] = to_seconds(timestamp, zone)
     return convert_event(validate_model(Event, fields))
@@ -152,10 +152,10 @@ def convert_pickle_row(pickles: PickleReader, row: Row, zone: tzinfo | None) -> 
     ids = fields.pop("long_running_tool_ids_json")
     fields |= {name: to_text(fields[name]) for name in _TEXTS if fields[name] is not None}
     fields |= {name: bool(fields[name]) for name in _FLAGS if fields[name] is not None}
-    fields |= {name: _model(fields[name], kind) for name, kind in _MODELS.items()}
+    fields |= {name: _parse_model(fields[name], kind) for name, kind in _MODELS.items()}
     fields |= {
         "timestamp": to_seconds(fields["timestamp"], zone),
-        "custom_metadata": _loads(fields["custom_metadata"]),
+        "custom_metadata": _parse_json(fields["custom_metadata"]),
         "long_running_tool_ids": set(json.loads(to_text(ids))) if ids else set(),
         "actions": EventActions() if pickled is None else pickles.read(to_bytes(pickled)),
     }
@@ -169,7 +169,7 @@ def convert_event(event: Event) -> EncodedEvent:
     return EncodedEvent(events.encode(event, replaces=False), time)
 
 
-def _loads(value: object) -> Any:
+def _parse_json(value: object) -> Any:
     """Parse a column of JSON as google-adk does; None if the column is NULL."""
     if value is None:
         return None
@@ -177,9 +177,9 @@ def _loads(value: object) -> Any:
     return json_text.loads(json_bytes) if json_bytes[:1] == b"{" else json.loads(json_bytes)
 
 
-def _model(value: object, kind: type[BaseModel]) -> BaseModel | None:
+def _parse_model(value: object, kind: type[BaseModel]) -> BaseModel | None:
     """Parse a column of JSON as a model; None if the JSON is not an object, as in google-adk."""
-    decoded = _loads(value)
+    decoded = _parse_json(value)
     return validate_model(kind, decoded) if isinstance(decoded, dict) else None
 
 

@@ -113,7 +113,7 @@ class AdkTables(Source):
         """Describe the database to a person who is to confirm that its rows are deleted."""
         queries = await self.queries()
         work = partial(describe, table=ADK_SESSIONS, time_column="update_time")
-        description = await self.run_in_read_transaction(work)
+        description = await self.run_in_snapshot(work)
         try:
             updated_at = to_microseconds(description.updated_at, queries.sessions_zone)
         except ConversionError:
@@ -181,7 +181,7 @@ class AdkTables(Source):
         """
         return await with_retries(lambda: self._executor.run_sync(work, commit=False))
 
-    async def run_in_read_transaction(self, work: Callable[[sa.Connection], T]) -> T:
+    async def run_in_snapshot(self, work: Callable[[sa.Connection], T]) -> T:
         """Call *work* in a transaction, whose queries all read one snapshot of the database."""
 
         def read(connection: sa.Connection) -> T:
@@ -211,7 +211,7 @@ class AdkTables(Source):
     async def _run(self, query: Callable[..., T], **arguments: Any) -> T:
         """Call *query*, a method of `AdkQueries`, in a snapshot."""
         queries = await self.queries()
-        return await self.run_in_read_transaction(partial(query, queries, **arguments))
+        return await self.run_in_snapshot(partial(query, queries, **arguments))
 
     async def _converted(self, convert: Callable[[AdkQueries, Any], T], rows: Any) -> T:
         """Convert rows in a thread: parsing a long session, decrypting it or loading its pickles

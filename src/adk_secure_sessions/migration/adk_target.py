@@ -79,7 +79,7 @@ class AdkTarget(ClosedByWith):
     """
 
     def __init__(self, url: str | sa.URL) -> None:
-        parsed = _parsed(url)
+        parsed = _target_url(url)
         self.is_open: bool = False
         self._file: Path | None = None
         if parsed.get_backend_name() == "sqlite":
@@ -114,7 +114,7 @@ class AdkTarget(ClosedByWith):
             "app_name": app_name,
             "user_id": user_id,
             "id": session_id,
-            "state": self._json(content.state),
+            "state": self._json_text(content.state),
             "create_time": self._session_moment("the time of creation", content.created_at),
             "update_time": self._session_moment("the time of the last update", content.updated_at),
         }
@@ -143,7 +143,7 @@ class AdkTarget(ClosedByWith):
         """
         self._check_texts(*owner)
         row = dict(zip(("app_name", "user_id"), owner, strict=False))
-        row["state"] = self._json(state)
+        row["state"] = self._json_text(state)
         now = datetime.now(UTC).replace(tzinfo=None)
         model = v1.StorageAppState if len(owner) == 1 else v1.StorageUserState
         insert = self._insert_statement(model)
@@ -208,7 +208,7 @@ class AdkTarget(ClosedByWith):
             "id": parsed.id,
             "invocation_id": parsed.invocation_id,
             "timestamp": _event_moment(name, parsed.timestamp),
-            "event_data": self._json(event_json(event)),
+            "event_data": self._json_text(event_json(event)),
         }
 
     def _keep_order(self, rows: list[dict[str, Any]], history: Sequence[EncodedEvent]) -> None:
@@ -234,7 +234,7 @@ class AdkTarget(ClosedByWith):
                     "events: install google-adk 2.13 or later"
                 )
 
-    def _json(self, text: bytes) -> str:
+    def _json_text(self, text: bytes) -> str:
         decoded = text.decode()
         # Like google-adk, send only ASCII to MySQL: the column's character set may lack other
         # characters.
@@ -339,7 +339,7 @@ def _event_moment(name: str, seconds: float) -> datetime:
     return moment.replace(tzinfo=None)
 
 
-def _parsed(url: str | sa.URL) -> sa.URL:
+def _target_url(url: str | sa.URL) -> sa.URL:
     """Parse *url*; for MariaDB, replace the dialect by that of MySQL.
 
     With the dialect of MariaDB, google-adk creates columns that hold no fractions of a second and

@@ -89,7 +89,7 @@ class EncryptedSource(Source):
         parameters: dict[str, object] = {"now": time_now(), "since": since}
         if selection.app_name is not None:
             parameters["app_tag"] = (await self._db.runner.identify(selection.app_name)).app_tag
-        query = _COUNT if selection.app_name is None else _COUNT_OF_APP
+        query = _NUMBER_OF_SESSIONS if selection.app_name is None else _NUMBER_OF_SESSIONS_OF_APP
         ((number,),) = await self._db.runner.data_db.read(query, parameters)
         return int(number)
 
@@ -102,7 +102,7 @@ class EncryptedSource(Source):
                 yield [_listed_session(session) for session, _size in batch]
 
     async def read(self, sessions: Sequence[ListedSession]) -> Contents:
-        contents = await in_groups(_AT_ONCE, partial(_content, self._db), sessions)
+        contents = await in_groups(_AT_ONCE, partial(_read_content, self._db), sessions)
         pairs = zip(sessions, contents, strict=True)
         return {session: content for session, content in pairs if content is not None}
 
@@ -167,7 +167,7 @@ def _listed_session(session: ScannedSession) -> ListedSession:
     return ListedSession(*ids, f"{session.id}.{session.row.revision}")
 
 
-async def _content(db: Database, session: ListedSession) -> SessionContent | Unreadable | None:
+async def _read_content(db: Database, session: ListedSession) -> SessionContent | Unreadable | None:
     if session.reason:
         return Unreadable(session.reason)
     try:
@@ -177,7 +177,7 @@ async def _content(db: Database, session: ListedSession) -> SessionContent | Unr
     return None if content and content.has_expired else content
 
 
-def _check_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
+def _checked_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
     with locating_errors(events.name, f"{session_row}, {seq}"):
         read_event(plaintext)
     return plaintext
@@ -188,7 +188,7 @@ async def session_content(
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.runner.identify(app_name, user_id, session_id)
-    decrypted = await db.runner.run(key_operations.ReadWholeSession(identity, _check_event))
+    decrypted = await db.runner.run(key_operations.ReadWholeSession(identity, _checked_event))
     if decrypted is None:
         return None
     session, row = decrypted.session, decrypted.session.row
@@ -222,14 +222,14 @@ _SIZES_OF_EVENTS = sa.select(
     events.c.session_row, sa.func.sum(sa.func.length(events.c.event))
 ).group_by(events.c.session_row)
 _SIZES_OF_SNAPSHOTS = sa.select(snapshots.c.session_row, sa.func.length(snapshots.c.state))
-_COUNT = select_count(
+_NUMBER_OF_SESSIONS = select_count(
     sessions,
     ~IS_COLLECTION,
     sessions.c.expires_at > sa.bindparam("now"),
     sessions.c.updated_at >= sa.bindparam("since"),
 )
 _USERS_OF_APP = sa.select(users.c.id).join(apps, apps.c.id == users.c.app_row)
-_COUNT_OF_APP = _COUNT.where(
+_NUMBER_OF_SESSIONS_OF_APP = _NUMBER_OF_SESSIONS.where(
     sessions.c.user_row.in_(
         _USERS_OF_APP.where(apps.c.tag == sa.bindparam("app_tag", type_=sa.LargeBinary))
     )

@@ -92,7 +92,7 @@ class Package1xTables(AdkTables):
         if self._queries is None:
             work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
             queries = await self.run_without_snapshot(work)
-            samples = await self.run_in_read_transaction(lambda c: list(non_json_states(c, 2)))
+            samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, 2)))
             states = await to_thread(
                 lambda: [try_convert(queries.convert_state, state) for state in samples]
             )

@@ -96,23 +96,23 @@ class PickleReader:
             self._child = subprocess.Popen(  # noqa: S603
                 command, stdin=pipe, stdout=pipe, stderr=none, env=environment
             )
-            if self._is_closed or self._answer(_START_SECONDS) != _READY:
+            if self._is_closed or self._exchange_line(_START_SECONDS) != _READY:
                 self._end_child()
                 raise PickleReaderError(
                     f"{sys.executable} cannot start the process that reads google-adk's pickles: "
                     "check that it can import adk_secure_sessions"
                 )
-        answer = self._answer(_SECONDS, base64.b64encode(pickled) + b"\n")
+        answer = self._exchange_line(_SECONDS, base64.b64encode(pickled) + b"\n")
         if answer.endswith(b"\n"):
             return answer
         self._end_child()
         return b""
 
-    def _answer(self, seconds: float, question: bytes = b"") -> bytes:
+    def _exchange_line(self, seconds: float, line: bytes = b"") -> bytes:
         limit = Timer(seconds, self._child.kill)
         limit.start()
         try:
-            self._child.stdin.write(question)
+            self._child.stdin.write(line)
             self._child.stdin.flush()
             answer: bytes = self._child.stdout.readline()
             return answer

@@ -89,13 +89,13 @@ class ServiceSource(Source):
         return f"a {type(self._service).__name__}"
 
     async def count(self, selection: Selection) -> int:
-        by_app = [await self._listed(name, selection.since) for name in self._apps(selection)]
+        by_app = [await self._list(name, selection.since) for name in self._apps(selection)]
         return sum(map(len, by_app))
 
     async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
         size = _AT_ONCE if self._compares_events else _BATCH
         for app_name in self._apps(selection):
-            listed = await self._listed(app_name, selection.since)
+            listed = await self._list(app_name, selection.since)
             for start in range(0, len(listed), size):
                 batch = listed[start : start + size]
                 self._contents = {}
@@ -120,12 +120,12 @@ class ServiceSource(Source):
                 if counts_events:
                     etag = f"{session.last_update_time!r} {len(session.events)}"
                     key = key._replace(etag=etag)
-                contents[key] = try_convert(_content, key, session)
+                contents[key] = try_convert(_converted, key, session)
         return contents
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         for app_name in self._apps(selection):
-            sessions = await self._listed(app_name)
+            sessions = await self._list(app_name)
             by_user: dict[str, list[ListedSession]]
             by_user = {user_id: [] for user_id in self._user_ids.get(app_name, ())}
             for source_session in sessions:
@@ -139,7 +139,7 @@ class ServiceSource(Source):
                     for (user_id, _), state in zip(batch, states, strict=True)
                     if state is not None
                 }
-            session = await self._newest(sessions)
+            session = await self._newest_session(sessions)
             if session is not None:
                 app_state = json_text.split_scopes(session.state).app
                 yield {(app_name,): try_convert(encoded_state, app_state)}
@@ -147,7 +147,7 @@ class ServiceSource(Source):
     def _apps(self, selection: Selection) -> list[str]:
         return [name for name in self._app_names if selection.app_name in (None, name)]
 
-    async def _listed(self, app_name: str, since: int | None = None) -> list[ListedSession]:
+    async def _list(self, app_name: str, since: int | None = None) -> list[ListedSession]:
         """Return the sessions of an app that were updated at *since* or later, sorted by ids.
 
         Their etags are their last update times.
@@ -172,7 +172,7 @@ class ServiceSource(Source):
             **options,
         )
 
-    async def _newest(self, sessions: Sequence[ListedSession]) -> Session | None:
+    async def _newest_session(self, sessions: Sequence[ListedSession]) -> Session | None:
         """Return the most recently updated session that still exists, without events."""
         for candidate in sorted(sessions, key=lambda session: float(session.etag), reverse=True):
             session = await self._get(candidate, config=GetSessionConfig(num_recent_events=0))
@@ -189,11 +189,11 @@ class ServiceSource(Source):
                 return dict(await get(app_name=app_name, user_id=user_id))
             except NotImplementedError:
                 pass
-        session = await self._newest(sessions)
+        session = await self._newest_session(sessions)
         return None if session is None else json_text.split_scopes(session.state).user
 
 
-def _content(key: ListedSession, session: Session) -> SessionContent:
+def _converted(key: ListedSession, session: Session) -> SessionContent:
     require_valid_ids(*key.ids)
     state = encoded_state(json_text.split_scopes(session.state).session)
     converted: list[EncodedEvent] = []
