@@ -92,9 +92,7 @@ def set_metrics_file(context: click.Context, parameter: click.Parameter, value: 
 
 
 def keep_result(result: Result) -> None:
-    context = click.get_current_context(silent=True)
-    if context is not None and (run := context.find_object(RunMetrics)) is not None:
-        run.result = result
+    click.get_current_context().ensure_object(RunMetrics).result = result
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from adk_secure_sessions.storage import key_operations, meta
 from adk_secure_sessions.storage.features import index_rows
 from adk_secure_sessions.storage.features.search_index import CheckIndexRows
 from adk_secure_sessions.storage.schema import (
-    INDEX_MARK,
     Identity,
     MigratedRow,
     apps,
@@ -151,7 +150,8 @@ class _Verifier:
 
     async def check_marks(self) -> None:
         read = self._db.runner.data_db.read
-        for tag, state in await index_rows.read_marks(read, self._index_master):
+        marks = await index_rows.read_marks(read, self._index_master)
+        for tag, state in marks:
             self.needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
@@ -159,8 +159,9 @@ class _Verifier:
             elif state is index_rows.IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
                 self._complete_index_tags.add(tag)
-        for tag, number in await read(_ROWS_WITHOUT_MARK, {}):
-            if isinstance(tag, bytes):  # otherwise, it is no key that a search uses
+        marked_tags = {tag for tag, _ in marks}
+        for tag, number in await read(_ROWS_BY_KEY, {}):
+            if isinstance(tag, bytes) and tag not in marked_tags:  # no search uses another type
                 detail = _NO_MARK.format(number)
                 self.problems.add(state_index.name, tag.hex(), Reason.MISSING, detail)
 
@@ -343,15 +344,5 @@ _PRESENT_VERSION = sa.func.coalesce(
     )
 )
 _IMPORTED = sa.select(*migrated.c, _PRESENT_VERSION)
-# The keys of the search index that have rows, but no mark, and the number of these rows.
-_MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK), sa.BigInteger)
-_marks = state_index.alias("marks")
-_HAS_MARK = sa.select(_MARK).where(
-    _marks.c.row_id == _MARK, _marks.c.key_tag == state_index.c.key_tag
-)
-_ROWS_WITHOUT_MARK = (
-    sa.select(state_index.c.key_tag, sa.func.count())
-    .where(state_index.c.row_id != _MARK, ~_HAS_MARK.exists())
-    .group_by(state_index.c.key_tag)
-)
+_ROWS_BY_KEY = sa.select(state_index.c.key_tag, sa.func.count()).group_by(state_index.c.key_tag)
 _OWNER_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}
