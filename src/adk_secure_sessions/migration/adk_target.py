@@ -79,16 +79,13 @@ class AdkTarget(ClosedByWith):
     """
 
     def __init__(self, url: str | sa.URL) -> None:
-        parsed = _target_url(url)
         self.is_open: bool = False
-        self._file: Path | None = None
-        if parsed.get_backend_name() == "sqlite":
-            self._file = file_of(parsed)
-            if self._file is None:
-                raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
-        self._executor = executors_for(parsed).data_db
-        self._url = parsed
-        self._dialect = parsed.get_backend_name()
+        self._url = _target_url(url)
+        self._dialect = self._url.get_backend_name()
+        self._file = file_of(self._url)
+        if self._file is None and self._dialect == "sqlite":
+            raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
+        self._executor = executors_for(self._url).data_db
 
     async def open(self) -> None:
         """Create the tables that do not exist.  A new SQLite file can be read only by its owner."""
@@ -190,8 +187,7 @@ class AdkTarget(ClosedByWith):
             is_exactly(self._dialect, column, name) for column, name in names if name is not None
         ]
         query = sa.select(sa.func.count()).select_from(ADK_SESSIONS).where(*conditions)
-        run = RetryingExecutor(self._executor).run_sync
-        return int(await run(lambda connection: connection.scalar(query) or 0, commit=False))
+        return await self._reader.run_without_snapshot(lambda c: int(c.scalar(query) or 0))
 
     # --- conversion ------------------------------------------------------------------------------
 
