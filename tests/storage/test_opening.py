@@ -18,7 +18,7 @@ from adk_secure_sessions.errors import ConfigurationError, DatabaseError, Secure
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.storage import opening, schema
 from adk_secure_sessions.storage.opening import open_database, open_surveyed, survey_existing
-from adk_secure_sessions.storage.survey import Survey, TableSet, require_usable, take_survey
+from adk_secure_sessions.storage.survey import Survey, TableSet, require_usable, survey_connection
 from tests.storage.support import ROOT, FakeExecutor, backends, one_database
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ class InMemory:
 
     def survey(self) -> Survey:
         with self.engine.connect() as connection:
-            return take_survey(connection)
+            return survey_connection(connection)
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_survey_made_while_another_process_makes_tables_is_repeated(
             schema.metadata.create_all(another)
 
     with engine.connect() as connection:
-        assert take_survey(connection).tables == ALL
+        assert survey_connection(connection).tables == ALL
 
 
 def test_survey_made_while_another_process_creates_the_database_is_repeated(
@@ -282,7 +282,7 @@ def test_survey_made_while_another_process_creates_the_database_is_repeated(
             rows.clear()
 
     with engine.connect() as connection:
-        found = take_survey(connection)
+        found = survey_connection(connection)
     assert (found.meta_texts, found.master_rows) == (MARKS, [MASTER])
 
 
@@ -311,7 +311,7 @@ async def test_process_that_is_second_replaces_nothing_that_the_first_has_stored
     async def be_first() -> None:
         database.before = nothing
         await open_database(executors(database), backends(), create_tables=True)
-        monkeypatch.setattr(opening, "take_survey", lambda connection: empty)
+        monkeypatch.setattr(opening, "survey_connection", lambda connection: empty)
 
     database.before = be_first
     with pytest.raises(sa.exc.IntegrityError):

@@ -46,7 +46,7 @@ from adk_secure_sessions.storage.survey import (
     TableSet,
     require_same_database,
     require_usable,
-    take_survey,
+    survey_connection,
 )
 from adk_secure_sessions.storage.table_walk import pages, row_ranges
 
@@ -167,7 +167,7 @@ class _Move:
 
     async def transfer(self) -> KeyMove:
         """Do the steps of this module that are not done yet, and return the result."""
-        state = await self._survey_and_check()
+        state = await self._survey_movable()
         has_begun = state.is_switched or FeatureName.MOVING in state.source.features
         data = state.source if self._to_key_db else state.target
         if not has_begun and audit_records.name in data.tables:
@@ -180,14 +180,14 @@ class _Move:
                 raise SecureSessionError(_OVERLAPPED, retryable=True) from None
             finally:  # `close` then closes both databases
                 self._db.use_keys(in_key_database=True)
-            state = await self._survey_and_check()
+            state = await self._survey_movable()
         for side, survey in (self._source, state.source), (self._target, state.target):
             if survey.format_version is not None:
                 await side.run_sync(partial(self._store_run_id, survey.meta_texts))
         if not state.is_switched:
             await self._park_and_copy(state)
             await self._db.runner.data_db.run_sync(self._switch)
-            state = await self._survey_and_check()
+            state = await self._survey_movable()
         source, target = state.source, state.target
         moved = await _fingerprint(self._target)
         if source.master_rows and await _fingerprint(self._source) != moved:
@@ -203,7 +203,7 @@ class _Move:
         counts = moved.master_count, moved.data_key_count
         return KeyMove(self._to, *counts, has_begun, not obstacles, tuple(obstacles))
 
-    async def _survey_and_check(self) -> _MoveState:
+    async def _survey_movable(self) -> _MoveState:
         """Survey both databases, and reject those between which no key may be moved."""
         data, keys = await self._db.survey_unchecked()
         if data.database_id and not keys.database_id:
@@ -335,7 +335,7 @@ class _Move:
         dialect_of(connection).overwrite_deleted(connection)
         with dialect_of(connection).exclusively(connection):
             is_new = expected.format_version is None
-            survey = take_survey(connection)
+            survey = survey_connection(connection)
             if is_new and survey.has_rows and survey.meta_texts.get(meta.MOVE) != self._run_id:
                 raise SecureSessionError(_CHANGED, retryable=True)
             metadata.create_all(connection, tables=TableSet.KEYS.tables)

@@ -27,7 +27,7 @@ from adk_secure_sessions.storage.survey import (
     FeatureName,
     Survey,
     TableSet,
-    take_survey,
+    survey_connection,
 )
 
 REPLACED_TEXT = (
@@ -82,7 +82,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
     """Add *feature* to the stored features; raise Conflict if another process has changed them at
     the same time.
     """
-    survey = take_survey(connection)
+    survey = survey_connection(connection)
     if survey.table_set is TableSet.DATA:
         raise ConfigurationError(MISPLACED_TEXTS[TableSet.ALL, TableSet.DATA])
     survey.reject_unfinished(FeatureName.SEPARATING, FeatureName.MOVING)
@@ -93,7 +93,7 @@ def add_feature(feature: str, keyring: Keyring, connection: sa.Connection) -> No
         keyring.index_master, keyring.database_id, survey.features | {feature}
     )
     if not meta.swap(connection, meta.FEATURES, survey.meta_texts[meta.FEATURES], value):
-        raise Conflict  # another process has changed the features since `take_survey` read them
+        raise Conflict  # another process has changed the features since they were read above
 
 
 def _check_list(survey: Survey, keyring: Keyring) -> None:
@@ -207,6 +207,6 @@ class Feature:
 
     async def _is_listed(self, keyring: Keyring) -> bool:
         """Return whether the authenticated feature list contains the feature."""
-        survey = await self._runner.key_db.run_sync(take_survey, commit=False)
+        survey = await self._runner.key_db.run_sync(survey_connection, commit=False)
         _check_list(survey, keyring)
         return self._name in survey.features

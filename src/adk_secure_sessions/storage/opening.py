@@ -35,8 +35,8 @@ from adk_secure_sessions.storage.survey import (
     Survey,
     TableSet,
     run_while_opening,
-    survey_databases,
-    take_survey,
+    survey_connection,
+    survey_usable,
     with_key_survey,
 )
 
@@ -105,7 +105,7 @@ async def open_for_service(
     Return the surveys of the data database and of the key database, and the keyring; None if the
     key tables are new.  `check` also calls this function, so that both accept the same databases.
     """
-    data, key_survey = await survey_databases(executors, create_tables)
+    data, key_survey = await survey_usable(executors, create_tables)
     if key_survey.database_id is None:
         return data, key_survey, None
     key_survey.reject_unfinished(FeatureName.SEPARATING)
@@ -120,7 +120,7 @@ async def survey_existing(executors: Executors, known: Keyring | None = None) ->
     an attacker has added many rows.
     """
     known_ids = () if known is None else known.rows.keys()
-    data, key_survey = await survey_databases(executors, True, known_ids)
+    data, key_survey = await survey_usable(executors, True, known_ids)
     data.reject_new()
     if known is None:
         check_row_count(key_survey.master_row_count)
@@ -179,10 +179,10 @@ async def _create_missing(
 
     def create(connection: sa.Connection) -> bool:
         with dialect_of(connection).exclusively(connection):
-            if take_survey(connection) != expected:
+            if survey_connection(connection) != expected:
                 return False
             if table_set.missing(expected) and not create_tables_of(table_set.tables, connection):
-                if take_survey(connection) == expected:
+                if survey_connection(connection) == expected:
                     raise ConfigurationError(
                         "the database says that a table exists, but does not show it: check that "
                         "no other table, index or type has the name of a table of this package, "
@@ -191,7 +191,7 @@ async def _create_missing(
                 return False
             # Insert the rows: `meta.put` would replace those of another process.  Where
             # `exclusively` holds no lock, the other process may have created the database after
-            # `take_survey`.
+            # `survey_connection`.
             if new := meta_texts.keys() - expected.meta_texts.keys():
                 rows = [{"name": name, "value": meta_texts[name]} for name in new]
                 connection.execute(sa.insert(schema.meta_table), rows)

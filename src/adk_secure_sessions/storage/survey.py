@@ -188,7 +188,7 @@ class Survey(NamedTuple):
 # --- looking -------------------------------------------------------------------------------------
 
 
-def take_survey(connection: sa.Connection, known_ids: Collection[int] = ()) -> Survey:
+def survey_connection(connection: sa.Connection, known_ids: Collection[int] = ()) -> Survey:
     """Return the survey of a database, without changing or checking the database.
 
     If `secure_keyring` has too many rows and *known_ids* is not empty, read only those ids.
@@ -261,8 +261,8 @@ def _conflicting(tables: list[sa.Table], connection: sa.Connection) -> list[str]
 async def survey_database(
     executor: Executor, known_ids: Collection[int] = (), *, is_key_database: bool = False
 ) -> Survey:
-    """Do the same as `take_survey`; see `run_while_opening`."""
-    work = partial(take_survey, known_ids=known_ids)
+    """Do the same as `survey_connection`; see `run_while_opening`."""
+    work = partial(survey_connection, known_ids=known_ids)
     return await run_while_opening(executor, work, commit=False, is_key_database=is_key_database)
 
 
@@ -279,7 +279,7 @@ async def run_while_opening(
         raise ConfigurationError(f"the {whose}SQLite file cannot be used: {error}") from None
 
 
-async def survey_databases(
+async def survey_usable(
     executors: Executors, create_tables: bool, known_ids: Collection[int] = ()
 ) -> tuple[Survey, Survey]:
     """Survey and check the data database and the key database, which may be the same."""
