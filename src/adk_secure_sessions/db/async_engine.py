@@ -92,7 +92,7 @@ class AsyncEngineExecutor:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         work = partial(self._fetch, query=query, parameters=parameters)
-        return await self._shielded(partial(self._run_and_translate, work), interruptible=True)
+        return await self._shielded(partial(self._run_translated, work), interruptible=True)
 
     async def write(
         self,
@@ -112,7 +112,7 @@ class AsyncEngineExecutor:
                 return self._with_time_limit(lambda: work(connection))
 
         return await self._shielded(
-            partial(self._run_and_translate, run, commit=commit), interruptible=not commit
+            partial(self._run_translated, run, commit=commit), interruptible=not commit
         )
 
     async def close(self) -> None:
@@ -136,9 +136,9 @@ class AsyncEngineExecutor:
             apply = partial(run_changes, partial(self._change, connection))
             return run_steps(steps, partial(self._fetch, connection), apply)
 
-        return await self._run_and_translate(work, commit=True)
+        return await self._run_translated(work, commit=True)
 
-    async def _run_and_translate(
+    async def _run_translated(
         self, work: Callable[[sa.Connection], T], *, commit: bool = False
     ) -> T:
         """Do the same as `_run`, with the errors that `failures.translate` returns."""
