@@ -231,8 +231,8 @@ class Faults(NamedTuple):
 @contextmanager
 def wrapping_executors(wrap: Callable[[Executor], Executor]) -> Iterator[None]:
     """During the block, new services and commands use *wrap*(executor) instead of each executor."""
-    create = connect._executor
-    with mock.patch.object(connect, "_executor", lambda *options: wrap(create(*options))):
+    create = connect._for_source
+    with mock.patch.object(connect, "_for_source", lambda *options: wrap(create(*options))):
         yield
 
 

@@ -57,7 +57,7 @@ class Failing(RemoteKey):
         if self.hangs:
             await asyncio.sleep(10)
         if self.asked <= self.failures:
-            raise self._failure("it fails", "check the test", retryable=self.retryable)
+            raise self._error("it fails", "check the test", retryable=self.retryable)
         return plaintext
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:

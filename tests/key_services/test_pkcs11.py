@@ -267,7 +267,7 @@ async def test_error_says_what_to_check_and_whether_to_try_again(
     assert len(tried) == (3 if is_temporary else 1)
 
 
-@pytest.mark.parametrize(("of", "name"), [(Pkcs11Key, "_key"), (pkcs11, "lib")])
+@pytest.mark.parametrize(("of", "name"), [(Pkcs11Key, "_find_key"), (pkcs11, "lib")])
 async def test_unknown_error_of_the_initialization_and_after_the_login_is_temporary(
     key: Pkcs11Key, monkeypatch: pytest.MonkeyPatch, of: Any, name: str
 ) -> None:
@@ -321,8 +321,8 @@ async def test_token_that_fails_is_told_from_a_modified_key(
 ) -> None:
     """Some tokens report both as a general error."""
     wrapped = await key.wrap(MASTER, CONTEXT)
-    find = Pkcs11Key._key
-    monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: BrokenKey(find(self, session)))
+    find = Pkcs11Key._find_key
+    monkeypatch.setattr(Pkcs11Key, "_find_key", lambda self, token: BrokenKey(find(self, token)))
     with pytest.raises(KeyServiceError, match=r"the token failed \(GeneralError\)") as info:
         await key.unwrap(wrapped, CONTEXT)
     assert info.value.retryable
@@ -333,7 +333,7 @@ async def test_key_is_decrypted_once_and_again_if_the_token_fails_for_a_moment(
     key: Pkcs11Key, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapped = await key.wrap(MASTER, CONTEXT)
-    find, asked = Pkcs11Key._key, []
+    find, asked = Pkcs11Key._find_key, []
 
     class Flaky(BrokenKey):
         def decrypt(self, data: bytes, **options: Any) -> bytes:
@@ -342,7 +342,7 @@ async def test_key_is_decrypted_once_and_again_if_the_token_fails_for_a_moment(
                 raise pkcs11.exceptions.DeviceMemory
             return bytes(self._key.decrypt(data, **options))
 
-    monkeypatch.setattr(Pkcs11Key, "_key", lambda self, session: Flaky(find(self, session)))
+    monkeypatch.setattr(Pkcs11Key, "_find_key", lambda self, session: Flaky(find(self, session)))
     assert await key.unwrap(wrapped, CONTEXT) == MASTER
     assert (len(asked) == 1) == (failures == 0)
 

@@ -40,7 +40,7 @@ def check_backends(backend: object, additional: Sequence[object]) -> Backends:
     """Check the backends that a service was given, and return them."""
     by_id: dict[int, EncryptionBackend] = {}
     roots: dict[str, KeyProvider] = {}
-    checked = [_checked(candidate) for candidate in (backend, *additional)]
+    checked = [_check_backend(candidate) for candidate in (backend, *additional)]
     for candidate in checked:
         known = by_id.setdefault(candidate.backend_id, candidate)
         if type(known) is not type(candidate):
@@ -56,7 +56,7 @@ def check_backends(backend: object, additional: Sequence[object]) -> Backends:
     return Backends(checked[0], by_id, roots)
 
 
-def _checked(candidate: object) -> EncryptionBackend:
+def _check_backend(candidate: object) -> EncryptionBackend:
     if not isinstance(candidate, EncryptionBackend):
         raise ConfigurationError(
             f"{type(candidate).__name__} is not an encryption backend: "
@@ -124,7 +124,7 @@ def backends_for(
     Return the first backend, which writes, and the other backends, which only decrypt.  Only with
     `NO_OP` may *specs* be empty.
     """
-    roots = [_root(spec) for spec in specs]
+    roots = [_root_key_of(spec) for spec in specs]
     backends: list[EncryptionBackend] = []
     for name in dict.fromkeys(names):
         if name == NO_OP:
@@ -141,7 +141,7 @@ def backends_for(
     return backends[0], backends[1:]
 
 
-def _root(spec: str) -> KeyProvider:
+def _root_key_of(spec: str) -> KeyProvider:
     if ":" not in spec:
         raise ConfigurationError(
             "give a key spec such as env:NAME or file:PATH, never the key itself: "

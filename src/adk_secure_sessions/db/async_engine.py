@@ -92,7 +92,7 @@ class AsyncEngineExecutor:
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         work = partial(self._fetch, query=query, parameters=parameters)
-        return await self._shielded(partial(self._run_translated, work), interruptible=True)
+        return await self._run_shielded(partial(self._run_translated, work), interruptible=True)
 
     async def write(
         self,
@@ -102,7 +102,7 @@ class AsyncEngineExecutor:
         in_one_transaction: bool = False,
     ) -> T:
         work = partial(self._transact, transaction, in_one_transaction)
-        return await self._shielded(work, on_commit)
+        return await self._run_shielded(work, on_commit)
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         def run(connection: sa.Connection) -> T:
@@ -111,7 +111,7 @@ class AsyncEngineExecutor:
                     return work(connection)
                 return self._with_time_limit(lambda: work(connection))
 
-        return await self._shielded(
+        return await self._run_shielded(
             partial(self._run_translated, run, commit=commit), interruptible=not commit
         )
 
@@ -133,7 +133,7 @@ class AsyncEngineExecutor:
             if in_one_transaction:
                 self._dialect.set_read_committed(connection)
             steps = with_claims(transaction()) if is_cluster else transaction()
-            apply = partial(run_changes, partial(self._change, connection))
+            apply = partial(run_changes, partial(self._make_change, connection))
             return run_steps(steps, partial(self._fetch, connection), apply)
 
         return await self._run_translated(work, commit=True)
@@ -191,7 +191,7 @@ class AsyncEngineExecutor:
             return self._locks.lock("connection")
         return nullcontext()
 
-    async def _shielded(
+    async def _run_shielded(
         self,
         work: Callable[[], Coroutine[Any, Any, T]],
         on_commit: Callable[[], None] | None = None,
@@ -232,7 +232,7 @@ class AsyncEngineExecutor:
             raise errors.pop()
         return results[0]
 
-    def _change(self, connection: sa.Connection, change: Change) -> int:
+    def _make_change(self, connection: sa.Connection, change: Change) -> int:
         """Return how many rows *change* matched."""
         self._dialect.check_packet_size(connection, change.rows or [change.parameters])
         values = change.rows or change.parameters

@@ -60,7 +60,7 @@ def executors_for(
         raise ConfigurationError("give at most one of key_db_url and key_db_engine")
     source, engine_kwargs = _source("db", db_url, db_engine), engine_kwargs or {}
     if key_db_url is None and key_db_engine is None:
-        data = _executor(source, engine_kwargs, read_timeout)
+        data = _for_source(source, engine_kwargs, read_timeout)
         return Executors(data, data)
     key_source = _source("key_db", key_db_url, key_db_engine)
     if source is key_source or _equality_key(source) == _equality_key(key_source):
@@ -69,7 +69,7 @@ def executors_for(
             "omit it to store the keys in the database of the sessions"
         )
     return Executors(
-        _executor(source, engine_kwargs, read_timeout), _executor(key_source, {}, read_timeout)
+        _for_source(source, engine_kwargs, read_timeout), _for_source(key_source, {}, read_timeout)
     )
 
 
@@ -129,7 +129,7 @@ def _equality_key(source: Source) -> object:
     return object() if is_in_memory(url) else os.path.realpath(url.database or "")
 
 
-def _executor(
+def _for_source(
     source: Source, engine_kwargs: dict[str, Any], read_timeout: float | None
 ) -> Executor:
     if isinstance(source, sa.URL):

@@ -238,7 +238,7 @@ def _kind_of(codes: set[object]) -> _ErrorKind:
 
 def _database_error(driver: Any, codes: set[object], kind: _ErrorKind) -> DatabaseError:
     code = min(map(str, codes), default=None)
-    facts = [code, _text(driver) if kind.codes else _connecting(driver)]
+    facts = [code, _text(driver) if kind.codes else _connection_error_text(driver)]
     named = ", ".join(fact for fact in facts if fact) or type(driver).__name__
     what = "the database reported an error"
     if kind.advice == _UNREACHABLE:
@@ -254,7 +254,7 @@ def _text(driver: Any) -> str:
     return lines[0].rpartition("'>: ")[2] if lines else ""
 
 
-def _connecting(driver: Any) -> str:
+def _connection_error_text(driver: Any) -> str:
     """Return the text of *driver* if it says why no connection could be made; otherwise ""."""
     if isinstance(driver, OSError):
         return driver.strerror or str(driver)

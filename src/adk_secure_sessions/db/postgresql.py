@@ -402,7 +402,7 @@ class _StatementRunner:
                         tuple((change.statement, change.must_match_one_row) for change in changes),
                         frozenset(i for i, change in enumerate(changes) if change.rows),
                     )
-                    values = [_value(changes[index], name) for index, name in sources]
+                    values = [_parameter_value(changes[index], name) for index, name in sources]
                     answer = bool((await self._with_time_limit(text, values, writes=True))[0][0])
         except StopIteration as end:
             result: T = end.value
@@ -440,7 +440,7 @@ class _StatementRunner:
             return rows
 
 
-def _value(change: Change, name: str) -> object:
+def _parameter_value(change: Change, name: str) -> object:
     if change.rows:
         return [row[name] for row in change.rows]
     return change.parameters[name]

@@ -114,10 +114,10 @@ def _prepare_file(
             )
     if parts:
         if not parse_qs(parts.query).keys() & {"mode", "immutable", "vfs"}:
-            _create(str(path))
+            _create_file(str(path))
         return
     if not path.exists():
-        _create(name)
+        _create_file(name)
     elif not os.access(path, os.W_OK) or not os.access(path.resolve().parent, os.W_OK):
         name, value = read_only_mode(path)
         args[0] = f"{file_uri(path.absolute())}?{name}={value}"
@@ -162,7 +162,7 @@ def _has_write_ahead_log(path: Path) -> bool:
         return False  # SQLite will raise an error that says more
 
 
-def _create(name: str) -> None:
+def _create_file(name: str) -> None:
     if name in ("", ":memory:"):
         return
     try:

@@ -174,7 +174,7 @@ class AwsKmsKey(RemoteKey):
         except Exception as error:
             # botocore has no common error for malformed answers or for the output of a program that
             # gives credentials.  Such an answer may come from a proxy, for a moment.
-            raise self._failure(
+            raise self._error(
                 f"the call failed ({type(error).__name__})",
                 "check the AWS credentials, endpoint_url, and the proxy settings",
                 retryable=True,
@@ -186,7 +186,7 @@ class AwsKmsKey(RemoteKey):
         code = str(error.response.get("Error", {}).get("Code"))
         retryable = code in _RETRYABLE or status == _TOO_MANY or status >= _SERVER_ERROR
         if error.operation_name not in ("Encrypt", "Decrypt"):
-            return self._failure(
+            return self._error(
                 f"AWS gave no credentials ({error.operation_name}: {status})",
                 "check the role, its trust policy and the AWS credentials",
                 retryable=retryable,
@@ -208,14 +208,14 @@ class AwsKmsKey(RemoteKey):
 
         name = type(error).__name__
         if isinstance(error, exceptions.SSLError):
-            return self._failure(
+            return self._error(
                 f"the certificate of the endpoint is not trusted ({name})", "check AWS_CA_BUNDLE"
             )
         is_of_client = isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError)
         # A ValueError of the HTTP client is about the request, such as a token with a line break.
         if is_of_client and not isinstance(error.kwargs.get("error"), ValueError):
             return self._unreachable_error(f"cannot be reached ({name})")
-        return self._failure(
+        return self._error(
             f"the call could not be sent ({name})",
             "check the AWS credentials and the proxy settings",
             # Credentials may come from a service or a program that fails for a moment.

@@ -128,7 +128,7 @@ class GcpKmsKey(RemoteKey):
                 ask = getattr(client, operation)
                 return await ask(request=request, retry=None, timeout=self._timeout)
         except GoogleAuthError as error:
-            raise self._failure(
+            raise self._error(
                 f"no credentials were found ({type(error).__name__})",
                 "check the application default credentials",
                 retryable=error.retryable,
@@ -165,7 +165,7 @@ class GcpKmsKey(RemoteKey):
         if name in _ADVICE:
             return self._known_error(name)
         if "metadata from plugin" in text:  # what gRPC says of all errors of credentials
-            return self._failure(
+            return self._error(
                 f"the credentials cannot be used ({name})",
                 "check that they are valid, and that Google's service for tokens can be reached",
                 retryable=True,
@@ -175,7 +175,7 @@ class GcpKmsKey(RemoteKey):
         return self._other_error("Cloud KMS", name, retryable=name in _RETRYABLE)
 
     def _corrupted_error(self) -> KeyServiceError:
-        return self._failure("data was corrupted in transit", "try again", retryable=True)
+        return self._error("data was corrupted in transit", "try again", retryable=True)
 
 
 def _checksum(data: bytes) -> int:

@@ -144,12 +144,12 @@ class Pkcs11Key(RemoteKey):
         self._pin_error: str | None = None  # a key of `_ADVICE`, if the token rejected the PIN
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:
-        return await in_daemon_thread(lambda: self._use(_encrypt, plaintext, associated_data))
+        return await in_daemon_thread(lambda: self._use_key(_encrypt, plaintext, associated_data))
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
-        return await in_daemon_thread(lambda: self._use(_decrypt, sealed, associated_data))
+        return await in_daemon_thread(lambda: self._use_key(_decrypt, sealed, associated_data))
 
-    def _use(self, use: Callable[[Any, bytes, bytes], bytes], *data: bytes) -> bytes:
+    def _use_key(self, use: Callable[[Any, bytes, bytes], bytes], *data: bytes) -> bytes:
         import pkcs11
 
         is_open = False
@@ -161,14 +161,14 @@ class Pkcs11Key(RemoteKey):
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
-                        return use(self._key(session), *data)
+                        return use(self._find_key(session), *data)
                 except pkcs11.PKCS11Error as error:
                     # Inside of `held`: the thread that waits for it must not try the PIN again.
                     raise self._token_error(error, at_login=not is_open) from None
         except pkcs11.PKCS11Error as error:
             raise self._token_error(error, at_login=False) from None
 
-    def _key(self, session: Any) -> Any:
+    def _find_key(self, session: Any) -> Any:
         from pkcs11 import Attribute, KeyType, ObjectClass
 
         template = {
@@ -178,17 +178,17 @@ class Pkcs11Key(RemoteKey):
         }
         keys = [*session.get_objects(template)]
         if len(keys) != 1:
-            raise self._failure(f"{len(keys)} AES keys have this label", "it must be exactly one")
+            raise self._error(f"{len(keys)} AES keys have this label", "it must be exactly one")
         (key,) = keys
         if key[Attribute.EXTRACTABLE] or not key[Attribute.SENSITIVE]:
-            raise self._failure(
+            raise self._error(
                 "the key can be extracted from its token",
                 "make a key that is CKA_SENSITIVE and not CKA_EXTRACTABLE",
             )
         if not (key[Attribute.ENCRYPT] and key[Attribute.DECRYPT]):
-            raise self._failure(*_NOT_ALLOWED)
+            raise self._error(*_NOT_ALLOWED)
         if key.key_length != 8 * KEY_LENGTH:
-            raise self._failure(
+            raise self._error(
                 f"the key has {key.key_length} bits", f"use a {8 * KEY_LENGTH}-bit key"
             )
         return key
@@ -197,12 +197,12 @@ class Pkcs11Key(RemoteKey):
         unmapped = _UNMAPPED.fullmatch(str(error))
         name = unmapped[1] if unmapped else type(error).__name__
         if _INITIALIZED in str(error):
-            return self._failure(
+            return self._error(
                 f"other code of this process has initialized the library {self._module.path!r}",
                 "let that code use python-pkcs11 and the same path, or use another process",
             )
         if name == "PKCS11Error" and self._module.pid is None:
-            return self._failure(
+            return self._error(
                 f"the library {self._module.path!r} cannot be loaded", "check module, PKCS11_MODULE"
             )
         if name in _ADVICE:
@@ -210,7 +210,7 @@ class Pkcs11Key(RemoteKey):
                 self._pin_error = name
             return self._known_error(name)
         self._module.failed = True
-        return self._failure(
+        return self._error(
             f"the token failed ({name})",
             "check that it is plugged in and works",
             # At a login, the code of a vendor may be about the PIN.

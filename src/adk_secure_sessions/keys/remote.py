@@ -146,19 +146,19 @@ class RemoteKey(RootKey):
         except Exception as error:
             # The subclasses handle the errors that the libraries document.  Settings, proxies and
             # answers that nobody expected lead to others, which may contain the key.
-            raise self._failure(
+            raise self._error(
                 f"the call failed ({type(error).__name__})",
                 "check the address, the credentials, and the proxy settings",
             ) from None
 
-    def _failure(self, cause: str, advice: str, *, retryable: bool = False) -> KeyServiceError:
+    def _error(self, cause: str, advice: str, *, retryable: bool = False) -> KeyServiceError:
         """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {cause}; {advice}", retryable=retryable)
 
     def _known_error(self, name: str) -> KeyServiceError:
         """Return the error for the entry *name* of `_advice`: the cause, and what to do."""
         cause, advice = self._advice[name]
-        return self._failure(f"{cause} ({name})", advice)
+        return self._error(f"{cause} ({name})", advice)
 
     def _other_error(self, service: str, code: object, *, retryable: bool) -> KeyServiceError:
         """Return the error for an answer of *service* with a *code* that has no advice."""
@@ -166,11 +166,11 @@ class RemoteKey(RootKey):
             cause, advice = "cannot answer now", "check its status and quotas"
         else:
             cause, advice = "rejects the call", "check the kind and state of the key"
-        return self._failure(f"{service} {cause} ({code})", advice, retryable=retryable)
+        return self._error(f"{service} {cause} ({code})", advice, retryable=retryable)
 
     def _unreachable_error(self, cause: str) -> KeyServiceError:
         advice = "check its address, the network and its status"
-        return self._failure(f"the key service {cause}", advice, retryable=True)
+        return self._error(f"the key service {cause}", advice, retryable=True)
 
 
 def _silence_libraries() -> None:

@@ -158,14 +158,14 @@ class VaultKey(RemoteKey):
         # append the hash of associated_data to the plaintext, and let `_decrypt` check the hash.
         content = plaintext + hashlib.sha256(associated_data).digest()
         answer = await self._transit(
-            "encrypt", plaintext=_text(content), associated_data=_text(associated_data)
+            "encrypt", plaintext=_base64(content), associated_data=_base64(associated_data)
         )
         ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
         if ciphertext is None:
             raise self._unexpected_answer_error()
         # Store bytes, not Vault's base64 text.  Several base64 texts decode to the same bytes, so a
         # modified text could still be accepted.
-        return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._bytes(ciphertext[2])
+        return int(ciphertext[1]).to_bytes(_VERSION_LENGTH) + self._decode_base64(ciphertext[2])
 
     async def _decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         version = int.from_bytes(sealed[:_VERSION_LENGTH])
@@ -173,10 +173,10 @@ class VaultKey(RemoteKey):
             raise TamperedError("not a key wrapped by Vault", reason=Reason.MALFORMED)
         answer = await self._transit(
             "decrypt",
-            ciphertext=f"vault:v{version}:{_text(sealed[_VERSION_LENGTH:])}",
-            associated_data=_text(associated_data),
+            ciphertext=f"vault:v{version}:{_base64(sealed[_VERSION_LENGTH:])}",
+            associated_data=_base64(associated_data),
         )
-        content = self._bytes(answer.get("plaintext"))
+        content = self._decode_base64(answer.get("plaintext"))
         if len(content) < _DIGEST_LENGTH:
             raise self._unexpected_answer_error()
         digest = hashlib.sha256(associated_data).digest()
@@ -194,7 +194,7 @@ class VaultKey(RemoteKey):
                 status, content = await self._post(client, path, body, token)
         if status != _OK:
             raise self._service_error(status, content, operation)
-        return self._part(content, "data")
+        return self._parse_answer(content, "data")
 
     async def _current_token(self, client: "httpx.AsyncClient", *, instead_of: str | None) -> str:
         if self._token_file is not None:
@@ -218,16 +218,16 @@ class VaultKey(RemoteKey):
             raise  # the file may be good: this is about threads that have not ended
         except (OSError, ValueError):
             pass
-        raise self._failure(f"cannot read the token in {str(path)!r}", "check that file")
+        raise self._error(f"cannot read the token in {str(path)!r}", "check that file")
 
     async def _log_in(self, client: "httpx.AsyncClient", login: Mapping[str, str]) -> str:
         status, content = await self._post(client, self._login_path, login, None)
         if status == _OK:
-            token = self._part(content, "auth").get("client_token")
+            token = self._parse_answer(content, "auth").get("client_token")
             if isinstance(token, str) and _HEADER_VALUE.fullmatch(token):
                 return token
             raise self._unexpected_answer_error()
-        raise self._failure(
+        raise self._error(
             f"Vault rejected the AppRole login ({status})",
             f"check role_id, secret_id (expired, used up?), {self._login_path} and the namespace",
             retryable=status in _RETRYABLE,
@@ -251,7 +251,7 @@ class VaultKey(RemoteKey):
             return response.status_code, content
         except httpx.TransportError as error:
             if _is_certificate_error(error):
-                raise self._failure(
+                raise self._error(
                     "the certificate of Vault is not trusted", "give ca_file, or VAULT_CACERT"
                 ) from None
             raise self._unreachable_error(f"cannot be reached ({type(error).__name__})") from None
@@ -265,26 +265,26 @@ class VaultKey(RemoteKey):
             return TamperedError()
         if status in _RETRYABLE:
             what = "is sealed or in maintenance" if status == _SEALED else "cannot answer now"
-            return self._failure(
+            return self._error(
                 f"Vault {what} ({status})", "check its status and its quotas", retryable=True
             )
         if meaning is not None:
-            return self._failure(
+            return self._error(
                 f"Vault rejects the call ({status}): {meaning}", "check the key in Vault"
             )
         if status == _LOGIN_IS_NEEDED:
-            return self._failure(
+            return self._error(
                 "Vault denies permission (403)",
                 "check that the token is valid and its policies allow update on "
                 f"{self._mount}/encrypt/{self._name} and {self._mount}/decrypt/{self._name}",
             )
-        return self._failure(
+        return self._error(
             f"Vault rejects the call ({status})",
             f"check the address, the namespace, that {self._mount} is a transit engine, and that "
             "the key is of type aes256-gcm96, aes128-gcm96 or chacha20-poly1305 and not derived",
         )
 
-    def _part(self, content: bytes, name: str) -> Mapping[str, Any]:
+    def _parse_answer(self, content: bytes, name: str) -> Mapping[str, Any]:
         try:
             part = json.loads(content)[name]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -293,7 +293,7 @@ class VaultKey(RemoteKey):
             raise self._unexpected_answer_error()
         return part
 
-    def _bytes(self, text: object) -> bytes:
+    def _decode_base64(self, text: object) -> bytes:
         try:
             if isinstance(text, str):
                 return base64.b64decode(text, validate=True)
@@ -303,7 +303,7 @@ class VaultKey(RemoteKey):
 
     def _unexpected_answer_error(self) -> KeyServiceError:
         # A proxy may send its own page for a moment, so try again.
-        return self._failure(
+        return self._error(
             "the answer does not come from a transit engine", "check the address", retryable=True
         )
 
@@ -319,7 +319,7 @@ def _check_header(value: str | None, name: str) -> None:
         )
 
 
-def _text(data: bytes) -> str:
+def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 

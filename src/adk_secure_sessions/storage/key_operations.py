@@ -19,7 +19,7 @@ from adk_secure_sessions.storage.operation_runner import (
     apply_or_conflict,
 )
 from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_TIME, QueryRows
-from adk_secure_sessions.storage.reads import Decode, checked_events
+from adk_secure_sessions.storage.reads import Decode, check_and_decode_events
 from adk_secure_sessions.storage.schema import (
     EVENTS,
     SESSIONS,
@@ -127,7 +127,7 @@ class ReadWholeSession(StorageOperation[SessionWithEvents[E] | None]):
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
             return None
-        decoded = await checked_events(attempt, session, rows.events, self.decode)
+        decoded = await check_and_decode_events(attempt, session, rows.events, self.decode)
         return SessionWithEvents(session, decoded, rows)
 
 
@@ -172,7 +172,7 @@ class RenewKey(Write[RenewedKey]):
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)
         if current is None or current.created_at < self.not_before or not is_newest:
-            owner_changes.new_key(row.tag, self.not_before)
+            owner_changes.add_data_key(row.tag, self.not_before)
         elif owner.key_ids == (current.id,):
             return RenewedKey()
         owner_changes.store_next_version(owner._replace(key_ids=()))

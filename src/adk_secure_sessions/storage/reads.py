@@ -96,7 +96,7 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         with_states = SessionWithStates(session, user.user_id, app.state, user.state)
         if not self.caches:
             return with_states, await self._read_events(attempt, rows, session)
-        return with_states, await self._cached_events(attempt, rows, session, cached)
+        return with_states, await self._read_and_cache_events(attempt, rows, session, cached)
 
     async def _read_events(
         self, attempt: Attempt, rows: QueryRows, session: StoredSession
@@ -104,11 +104,11 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         """Return the decoded events in *rows*: the last `limit` events, or all."""
         first = 0 if self.limit is None else max(0, session.row.revision - self.limit)
         link = None if first else NO_LINK
-        return await checked_events(
+        return await check_and_decode_events(
             attempt, session, rows.events, self.decode, first, link, self.since
         )
 
-    async def _cached_events(
+    async def _read_and_cache_events(
         self, attempt: Attempt, rows: QueryRows, session: StoredSession, cached: CachedEvents | None
     ) -> list[E]:
         """Return the same events as `_read_events`, and cache all events of the session.
@@ -130,7 +130,7 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
             return self.decode(plaintext, session_row_id, seq)
 
         try:
-            events = await checked_events(
+            events = await check_and_decode_events(
                 attempt, session, rows.events, decode, known.revision, known.link
             )
         except DecryptionError as error:
@@ -143,7 +143,7 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         return extended.select(self.limit, self.since)
 
 
-async def checked_events(
+async def check_and_decode_events(
     attempt: Attempt,
     session: StoredSession,
     event_rows: list[Row],
@@ -250,14 +250,14 @@ class ListEventsPage(StorageOperation[Page[E, EventPosition] | None]):
         elif position:
             last = max(first, last)  # an event has followed the position
         try:
-            return await self._page(attempt, session, rows.events, first, last)
+            return await self._open_page(attempt, session, rows.events, first, last)
         except TamperedError as error:
             if position is None or error.reason is not Reason.MISMATCH:
                 raise
             detail = f"{error.detail}, or `after` was modified"  # by the client of an application
             raise TamperedError(detail, error.reason, error.table, error.row) from None
 
-    async def _page(
+    async def _open_page(
         self, attempt: Attempt, session: StoredSession, rows: list[Row], first: int, last: int
     ) -> Page[E, EventPosition]:
         """Check that *rows* are the events from *first* to *last*, and return the page.

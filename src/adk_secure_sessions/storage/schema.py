@@ -296,7 +296,7 @@ def _store_external(table: sa.Table) -> None:
         sa.event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-def _use_transactions(table: sa.Table, connection: sa.Connection, **_: object) -> None:
+def _choose_storage_engine(table: sa.Table, connection: sa.Connection, **_: object) -> None:
     dialect_of(connection).set_storage_engine(table)
 
 
@@ -309,7 +309,7 @@ FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
 
 for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
     _store_external(_table)
-    sa.event.listen(_table, "before_create", _use_transactions)
+    sa.event.listen(_table, "before_create", _choose_storage_engine)
 
 _RANDOM_BITS = 21
 _last_row_id = 0
@@ -331,11 +331,11 @@ def new_row_id() -> int:
 
 def as_parameters(row: tuple[Any, ...], prefix: str = "") -> dict[str, object]:
     """Return a stored *row* as statement parameters: *prefix* and the names of its columns."""
-    return dict(zip(_names(type(row), prefix), row, strict=True))
+    return dict(zip(_parameter_names(type(row), prefix), row, strict=True))
 
 
 @functools.cache
-def _names(row: Any, prefix: str) -> list[str]:
+def _parameter_names(row: Any, prefix: str) -> list[str]:
     return [prefix + name for name in column_names(row)]
 
 

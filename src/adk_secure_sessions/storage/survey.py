@@ -205,7 +205,7 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
     present = set(sa.inspect(connection).get_table_names())
     known_tables = (*metadata.sorted_tables, *FEATURE_TABLES)
     tables = [table for table in known_tables if table.name in present]
-    conflicting = _conflicting(tables, connection) if tables else []
+    conflicting = _conflicting_tables(tables, connection) if tables else []
     readable = [] if conflicting else tables
     values: dict[str, str] = {}
     masters: list[MasterKeyRow] = []
@@ -237,7 +237,7 @@ def _survey_once(connection: sa.Connection, known_ids: Collection[int]) -> Surve
     )
 
 
-def _conflicting(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
+def _conflicting_tables(tables: list[sa.Table], connection: sa.Connection) -> list[str]:
     """Return the names of the *tables*, at least one, that lack one of our columns.
 
     One query that names all columns takes a hundredth of the time of reflecting each table.  If the

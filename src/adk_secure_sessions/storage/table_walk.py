@@ -70,7 +70,7 @@ async def pages(
             yield [row(*values) for values in rows]
         if len(rows) < size:
             return
-        after = _end_of(rows, columns)
+        after = _last_key(rows, columns)
 
 
 async def rows_where(
@@ -90,14 +90,14 @@ async def rows_where(
 async def row_ranges(read: Reader, key: sa.Column[Any], size: int) -> AsyncIterator[RowRange]:
     """Yield ranges of *size* values of *key* each, for several statements; see `pages`."""
     after = None
-    async for values in pages(read, _keys(key), key, size, lambda value: value):
+    async for values in pages(read, _distinct_keys(key), key, size, lambda value: value):
         if len(values) == size:
             yield RowRange(after, values[-1])
             after = values[-1]
     yield RowRange(after, None)
 
 
-def _end_of(rows: Sequence[Row], key: tuple[KeyColumn, ...]) -> Sequence[object]:
+def _last_key(rows: Sequence[Row], key: tuple[KeyColumn, ...]) -> Sequence[object]:
     """Return the key of the last row; TamperedError if it has a type that no page can follow."""
     end: Sequence[object] = rows[-1][: len(key)]
     for column, value in zip(key, end, strict=True):
@@ -164,5 +164,5 @@ def _position(key: tuple[KeyColumn, ...], number: int) -> sa.BindParameter[Any]:
 
 
 @functools.cache
-def _keys(key: sa.Column[Any]) -> sa.Select[Any]:
+def _distinct_keys(key: sa.Column[Any]) -> sa.Select[Any]:
     return sa.select(key).distinct()

@@ -167,7 +167,7 @@ class OwnerChanges:
         self.changes.append(_witness_change(old.version, witness))
         return owner
 
-    def new_key(self, owner_tag: bytes, not_before: int = 0) -> None:
+    def add_data_key(self, owner_tag: bytes, not_before: int = 0) -> None:
         """Create a data key and add the change that stores it; with a key database, make
         `OperationRunner.run` store one before the next attempt.
         """
@@ -213,7 +213,7 @@ class OwnerChanges:
             )
         self._keys.choose_current(owner_tag, ())
         if self._keys.current(owner_tag) is None:
-            self.new_key(owner_tag)
+            self.add_data_key(owner_tag)
 
     def _guard_current_key(self, owner_tag: bytes, *changed_records: bytes) -> None:
         """Make sure that `retire` cannot delete the owner's current data key before the commit.
@@ -237,7 +237,7 @@ class OwnerChanges:
             keys.key_of(owner_tag, record)
         current = keys.current(owner_tag)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
-            self.new_key(owner_tag)
+            self.add_data_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
             self.changes.append(Change(sql.TOUCH_DATA_KEY, locked))

@@ -226,7 +226,7 @@ class AuditTrail(HoldsSecrets):
         Return the result, and whether *entries* were stored.  *on_commit* also gets the latter.
         The other arguments and the errors are those of `Executor.write`.
         """
-        chain = self._take(await self._runner.keyring())
+        chain = self._take_chain(await self._runner.keyring())
         draft, head = _Draft(), chain.head
 
         def committed() -> None:
@@ -250,10 +250,10 @@ class AuditTrail(HoldsSecrets):
             if draft.is_in_doubt:
                 _log_head(chain)
             else:
-                self._return(chain)
+                self._return_chain(chain)
 
-    def _take(self, keyring: Keyring) -> _Chain:
-        """Return a free chain, or a new one; the caller must return the chain with `_return`."""
+    def _take_chain(self, keyring: Keyring) -> _Chain:
+        """Return a free chain, or a new one; the caller must call `_return_chain`."""
         # The parent process continues its chains.  Clear them before the process is noted: then no
         # other thread finds them.
         if os.getpid() != self._process:
@@ -266,7 +266,7 @@ class AuditTrail(HoldsSecrets):
                 _log_head(chain)
         return _Chain(keyring)
 
-    def _return(self, chain: _Chain) -> None:
+    def _return_chain(self, chain: _Chain) -> None:
         if not chain.head.records:
             return  # a chain without records is not worth keeping
         if chain.head.records - chain.logged >= _HEAD_RECORDS:

@@ -176,10 +176,10 @@ class ReplaceItems(writes.AppendEvent):
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[writes.Changes, StoredSession] | None:
         if appended := super()._build_append(attempt, session):
-            appended[0].extend(self._replacement(attempt, seq) for seq in self.replaced)
+            appended[0].extend(self._build_replacement(attempt, seq) for seq in self.replaced)
         return appended
 
-    def _replacement(self, attempt: Attempt, seq: int) -> Change:
+    def _build_replacement(self, attempt: Attempt, seq: int) -> Change:
         """Return the change that replaces item *seq*; its new record contains the same links."""
         session_row_id, tag = self.expected.session_row_id, attempt.identity.user_tag
         with locating_errors(EVENTS.name, f"{session_row_id}, {seq}"):

@@ -68,7 +68,7 @@ class Expiry:
             rows = await self._runner.data_db.read(
                 _APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ}
             )
-            expired = [one for (name,) in set(rows) for one in await self._expired(name, now)]
+            expired = [one for (name,) in set(rows) for one in await self._read_expired(name, now)]
             for app_name, one in expired[:_MAX_DELETED]:
                 await delete(app_name, one.user_id, one.session.session_id)
             if rows and not expired:
@@ -104,7 +104,7 @@ class Expiry:
                     raise
                 connection.rollback()
 
-    async def _expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:
+    async def _read_expired(self, name: object, now: int) -> list[tuple[str, SessionWithStates]]:
         """Return the expired sessions of an app that can be decrypted, and the app's name."""
         try:
             app_name = decode_text(name)

@@ -279,7 +279,7 @@ class ImportSession(_Import[ImportStatus]):
 
     def _import_from_cache(self, attempt: Attempt, cached: CachedOwners) -> Steps[ImportStatus]:
         """Import the session without a read, from the cached rows of its app and its user."""
-        new, row = self._new(attempt, cached.user.row.id, ImportStatus.NEW)
+        new, row = self._build_session(attempt, cached.user.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | cached.columns
         changes = [
             Change(sql.IMPORT_SESSION_OF_CACHED, columns),
@@ -295,7 +295,7 @@ class ImportSession(_Import[ImportStatus]):
     ) -> Steps[None]:
         app = owner_changes.upsert_app(app, {})
         changed = owner_changes.upsert_user(user, app.row.id, {})
-        new, row = self._new(attempt, changed.row.id, ImportStatus.NEW)
+        new, row = self._build_session(attempt, changed.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
@@ -316,13 +316,13 @@ class ImportSession(_Import[ImportStatus]):
         row: MigratedRow,
     ) -> Steps[None]:
         owner_changes.update_owner(user, old.row.record)
-        new, new_row = self._new(attempt, user.row.id, ImportStatus.OUTDATED)
+        new, new_row = self._build_session(attempt, user.row.id, ImportStatus.OUTDATED)
         changes = replacement_changes(attempt, owner_changes, old, new)
         changes.append(_update(row, new_row))
         if not (yield from self._apply(attempt, new, changes)):
             raise Conflict
 
-    def _new(
+    def _build_session(
         self, attempt: Attempt, user_row_id: int, result: ImportStatus
     ) -> tuple[NewSession, MigratedRow]:
         """Return a new session and its row of `secure_migrated`."""
