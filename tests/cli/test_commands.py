@@ -177,6 +177,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no such variable": (["verify", "--db", "sqlite:///x.db", "--key", "env:NONE"], "'NONE'"),
     "no such file": (["verify", "--db", "sqlite:///x.db", "--key", "env:OLD_KEY"], "'x.db'"),
     "no URL": (["status", "--db", "7Qx"], "not a database URL"),
+    "no path": (["init", *on("sqlite:///")], "in memory"),
     "no server": (
         ["status", "--db", "postgresql+asyncpg://u:7Qx@127.0.0.1:1/d"],
         "",

@@ -212,6 +212,7 @@ def on_database(
                 database = maintenance.Database(
                     urls[0], *backends, key_db_url=urls[1], packing=packing
                 )
+                database.reject_in_memory()
                 log = None if audit_log is None else audit.open_file(audit_log)
             with audit.appending_to(log):
                 return command(db=database, **options)

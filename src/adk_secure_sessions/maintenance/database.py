@@ -13,7 +13,7 @@ from adk_secure_sessions.concurrency import ClosedByWith
 from adk_secure_sessions.db.connect import executors_for, parsed_url
 from adk_secure_sessions.db.dialects import LOCK_WAIT, dialect_of, has_table
 from adk_secure_sessions.db.protocol import Executors, Parameters, Row, with_retries
-from adk_secure_sessions.db.sqlite import file_of
+from adk_secure_sessions.db.sqlite import file_of, is_in_memory
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats.records import Packing
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
@@ -123,8 +123,11 @@ class Database(HoldsSecrets, ClosedByWith):
         backends = None if backend is None else check_backends(backend, additional_backends)
         executors = executors_for(db_url, db_engine, key_db_url, key_db_engine, engine_kwargs)
         self._all_executors = executors
-        urls = (db_url, key_db_url)
-        self._files = [file_of(parsed_url("db_url", url)) if url else None for url in urls]
+        urls = [parsed_url("db_url", url) if url else None for url in (db_url, key_db_url)]
+        self._files = [file_of(url) if url else None for url in urls]
+        self._is_in_memory = any(
+            url.get_backend_name() == "sqlite" and is_in_memory(url) for url in urls if url
+        )
         self.runner: OperationRunner = OperationRunner(
             executors,
             backends,
@@ -147,6 +150,14 @@ class Database(HoldsSecrets, ClosedByWith):
         """Use the keys in the key database that was given, or those in the data database."""
         data = self._all_executors.data_db
         self.runner.executors = self._all_executors if in_key_database else Executors(data, data)
+
+    def reject_in_memory(self) -> None:
+        """Raise ConfigurationError if a URL names a SQLite database in memory, not a file."""
+        if self._is_in_memory:
+            raise ConfigurationError(
+                "the URL names a database in memory, which would be lost when the command ends: "
+                "write the path of the file, for example sqlite:///sessions.db"
+            )
 
     def require_files(self, *, of_keys: bool = True) -> None:
         """Raise ConfigurationError if a SQLite file is missing, which opening would create."""
