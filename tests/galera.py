@@ -143,9 +143,10 @@ class Galera(MariaDB):
         node, other = (self.nodes[(number + n) % len(self.nodes)] for n in (0, 1))
         with node.admin.connect() as locked, other.admin.connect() as writer:
             try:
-                locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 15")
-                locked.exec_driver_sql(f"SELECT * FROM {name}.t").close()
-                locked.exec_driver_sql("SET SESSION wsrep_sync_wait = 0")
+                for waiting in (locked, writer):  # until this node has the table, too
+                    waiting.exec_driver_sql("SET SESSION wsrep_sync_wait = 15")
+                    waiting.exec_driver_sql(f"SELECT * FROM {name}.t").close()
+                    waiting.exec_driver_sql("SET SESSION wsrep_sync_wait = 0")
                 locked.exec_driver_sql(f"LOCK TABLES {name}.t READ")
                 writer.exec_driver_sql(f"INSERT INTO {name}.t VALUES (1)")
                 yield

@@ -114,10 +114,12 @@ async def test_server_restarted_during_operations_loses_nothing_and_stores_nothi
     async def disturb() -> None:
         nonlocal going_on
         try:
-            for _ in range(2):
-                await asyncio.sleep(0.3)
-                await asyncio.to_thread(restart, server)
-            await asyncio.sleep(0.3)
+            for restarts in range(3):
+                if restarts:
+                    await asyncio.to_thread(restart, server)
+                goal = len(returned) + 6
+                while len(returned) < goal:
+                    await asyncio.sleep(0.3)
         finally:
             going_on = False
 
