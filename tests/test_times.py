@@ -81,14 +81,13 @@ def test_other_text_is_no_age(text: str) -> None:
 
 
 def test_lifetime_is_in_microseconds() -> None:
-    for age in (timedelta(days=90), "90d"):
-        found = lifetime_of(age)
-        assert (found, type(found)) == (90 * 86_400_000_000, int)
+    found = lifetime_of(timedelta(days=90))
+    assert (found, type(found)) == (90 * 86_400_000_000, int)
     assert lifetime_of(timedelta(microseconds=1)) == 1
     assert lifetime_of(None) is None
 
 
-@pytest.mark.parametrize("value", [timedelta(), timedelta(microseconds=-1), 90, "0d", "90"])
+@pytest.mark.parametrize("value", [timedelta(), timedelta(microseconds=-1), 90, "90d"])
 def test_lifetime_that_is_no_positive_time_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^expires_after must be a positive time"):
         lifetime_of(value)

@@ -218,7 +218,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         user_id: str,
         state: dict[str, Any] | None = None,
         session_id: str | None = None,
-        expires_after: timedelta | str | None = None,
+        expires_after: timedelta | None = None,
     ) -> Session:
         """Store a new session.
 
@@ -234,8 +234,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
                 with `temp:` are not stored.
             session_id: The session's id: any text, stored encrypted.  If None, the id is a new
                 UUID.
-            expires_after: How long after its last update this session expires, also as a text such
-                as `90d`.  If None, the `expires_after` of the service applies.
+            expires_after: How long after its last update this session expires.  If None, the
+                `expires_after` of the service applies.
 
         Returns:
             The session, without events.  Its state includes the app's state and the user's state,

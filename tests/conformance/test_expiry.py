@@ -57,7 +57,7 @@ def maintained(url: URL) -> Database:
 
 async def test_expired_session_is_not_returned(service: BaseSessionService, later: Later) -> None:
     short = await create(service, "short", expires_after=HOUR, state={"user:u": 1})
-    long = await create(service, "long", expires_after="4h")
+    long = await create(service, "long", expires_after=4 * HOUR)
     never = await create(service, "never")
     later(2 * HOUR)
     assert await find(service, short) is None

@@ -11,7 +11,6 @@ from google.adk.agents import BaseAgent
 from google.adk.apps.app import App
 from google.adk.sessions import BaseSessionService
 
-from adk_secure_sessions import EncryptedSessionService
 from tests.conformance.agents import offline_agent
 from tests.conformance.services import POOLED_KINDS
 from tests.conformance.support import APP, USER, create, each_kind, event, listed, reload
@@ -107,15 +106,6 @@ async def test_session_is_created_with_events_over_http(
 async def test_taken_id_is_a_conflict_over_http(client: httpx.AsyncClient) -> None:
     assert (await client.post(SESSIONS, json={"sessionId": "s"})).status_code == 200
     assert (await client.post(SESSIONS, json={"sessionId": "s"})).status_code == 409
-
-
-async def test_options_over_http_make_a_session_expire(
-    client: httpx.AsyncClient, service: BaseSessionService
-) -> None:
-    status = 200 if isinstance(service, EncryptedSessionService) else 400
-    for expires_after, expected in ("90d", status), ("0d", 400), (90, 400):
-        body = {"options": {"expires_after": expires_after}}
-        assert (await client.post(SESSIONS, json=body)).status_code == expected
 
 
 async def test_unknown_session_is_not_found_over_http(client: httpx.AsyncClient) -> None:

@@ -30,17 +30,16 @@ def parse_age(text: str) -> timedelta | None:
     return None if match is None else timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-def lifetime_of(expires_after: timedelta | str | None) -> int | None:
-    """Return *expires_after*, a time or a text such as `90d`, in microseconds."""
+def lifetime_of(expires_after: timedelta | None) -> int | None:
+    """Return *expires_after* in microseconds."""
     if expires_after is None:
         return None
-    age = parse_age(expires_after) if isinstance(expires_after, str) else expires_after
-    if not isinstance(age, timedelta) or age <= timedelta():
+    if not isinstance(expires_after, timedelta) or expires_after <= timedelta():
         raise ConfigurationError(
-            'expires_after must be a positive time: timedelta(days=90) or "90d", in a URI or with '
+            "expires_after must be a positive time: timedelta(days=90), in a URI or with "
             "--expires-after 90d"
         )
-    return age // _MICROSECOND
+    return expires_after // _MICROSECOND
 
 
 def microseconds_of(time: datetime) -> int:

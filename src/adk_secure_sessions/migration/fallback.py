@@ -145,7 +145,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         user_id: str,
         state: dict[str, Any] | None = None,
         session_id: str | None = None,
-        expires_after: timedelta | str | None = None,
+        expires_after: timedelta | None = None,
     ) -> Session:
         """Store a new session, encrypted.
 
