@@ -203,14 +203,14 @@ def on_database(
             del options["as_json"]  # `print_result` asks click for it
             packing = Packing(options.pop("compression", None), options.pop("padding", None))
             backends = () if keys == "none" else _backends(options, required=keys == "required")
-            urls = [db, key_db]
-            if "timeout" in options:
+            engine_options: dict[str, Any] = {}
+            if "timeout" in options and db.startswith("sqlite"):
                 # `check` waits for its thread, which waits for a lock on the file: for a second
                 # more, so that the error says that the time is over, not that the file is locked.
-                urls = [_with_lock_wait(url, min(options["timeout"] + 1, 30.0)) for url in urls]
+                engine_options["connect_args"] = {"timeout": min(options["timeout"] + 1, 30.0)}
             with one_line_errors():
                 database = maintenance.Database(
-                    urls[0], *backends, key_db_url=urls[1], packing=packing
+                    db, *backends, key_db_url=key_db, packing=packing, **engine_options
                 )
                 database.reject_in_memory()
                 log = None if audit_log is None else audit.open_file(audit_log)
@@ -220,13 +220,6 @@ def on_database(
         return with_all(*([] if keys == "none" else _KEY_OPTIONS), url, *_DATABASE_OPTIONS)(run)
 
     return decorate
-
-
-def _with_lock_wait(url: str | None, seconds: float) -> str | None:
-    """Return *url*; if it names a SQLite file, with the time to wait for a lock on the file."""
-    if url is None or not url.startswith("sqlite") or "timeout=" in url:
-        return url
-    return f"{url}{'&' if '?' in url else '?'}timeout={seconds}"
 
 
 def _backends(options: dict[str, Any], *, required: bool) -> tuple[Any, ...]:

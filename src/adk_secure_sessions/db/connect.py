@@ -49,7 +49,9 @@ def executors_for(
 ) -> Executors:
     """Create the executors of the data database and of the key database, without connecting.
 
-    *engine_kwargs* are for *db_url*.  *read_timeout* is how many seconds one query may take.
+    *engine_kwargs* are for *db_url*; their `connect_args`, such as the time to wait for a lock, are
+    also for *key_db_url* if both are SQLite files.  *read_timeout* is how many seconds one query
+    may take.
     """
     seconds: object = read_timeout
     if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
@@ -68,8 +70,14 @@ def executors_for(
             "the key database must not be the database of the sessions: "
             "omit it to store the keys in the database of the sessions"
         )
+    are_files = all(
+        isinstance(one, sa.URL) and one.drivername in _SQLITE_DRIVERS
+        for one in (source, key_source)
+    )
+    key_options = engine_kwargs.keys() & {"connect_args"} if are_files else ()
     return Executors(
-        _for_source(source, engine_kwargs, read_timeout), _for_source(key_source, {}, read_timeout)
+        _for_source(source, engine_kwargs, read_timeout),
+        _for_source(key_source, {n: engine_kwargs[n] for n in key_options}, read_timeout),
     )
 
 

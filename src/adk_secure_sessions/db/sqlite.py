@@ -194,8 +194,7 @@ class SqliteExecutor:
         options = {**engine_kwargs, "hide_parameters": True}
         if self._memory:
             options.setdefault("poolclass", sa.pool.StaticPool)
-        busy_timeout = float(url.query.get("timeout", _BUSY_TIMEOUT))  # type: ignore[arg-type]
-        connect_args = {"timeout": busy_timeout, "check_same_thread": False}
+        connect_args = {"timeout": _BUSY_TIMEOUT, "check_same_thread": False}
         options["connect_args"] = connect_args | engine_kwargs.get("connect_args", {})
         self._engine = sa.create_engine(url.set(drivername="sqlite+pysqlite"), **options)
         self._file = WatchedFile()
