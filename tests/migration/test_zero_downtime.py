@@ -106,8 +106,9 @@ class Writer:
         self._told = told
         self._choice = random.Random(number)
         # Each session has one writer, which knows what the session must have.  Nobody writes the
-        # first session of a user, so `migrate` always has some to copy.
-        shared = [ids for ids in sorted(told.events) if ids[0] != ERASED and ids[1] != "s0"]
+        # last session of a user, so `migrate` always has some to copy.
+        last = f"s{SESSIONS - 1}"
+        shared = [ids for ids in sorted(told.events) if ids[0] != ERASED and ids[1] != last]
         self._own = shared[number::WRITERS]
 
     async def run(self) -> None:

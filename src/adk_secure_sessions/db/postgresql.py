@@ -190,10 +190,10 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 usable = not (is_lost or statements.is_unusable)
                 # The network may have ended all connections that were idle, or new connections may
                 # lead to another server.
-                if not usable:
+                if is_lost:
                     self._last_loss = time.monotonic()
-                    while self._idle:
-                        self._discard(self._idle.pop())
+                while self._idle and not usable:
+                    self._discard(self._idle.pop())
                 raise translated_error from None
             finally:
                 await self._release(pooled, usable=usable)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import sqlalchemy as sa
 
 from adk_secure_sessions import telemetry
-from adk_secure_sessions.concurrency import gather_all
 from adk_secure_sessions.errors import SecureSessionError
 
 T = TypeVar("T")
@@ -150,7 +149,11 @@ class Executors(NamedTuple):
 
     async def close(self) -> None:
         """Close the connections of all executors."""
-        await gather_all(*(executor.close() for executor in set(self)))
+        try:
+            await self.data_db.close()
+        finally:
+            if self.has_key_database:
+                await self.key_db.close()
 
 
 def run_steps(

@@ -176,8 +176,6 @@ class _Move:
             self._db.use_keys(in_key_database=not self._to_key_db)
             try:
                 await self._db.keyring()
-            except ConfigurationError:  # these keys could be opened above: another run moved them
-                raise SecureSessionError(_OVERLAPPED, retryable=True) from None
             finally:  # `close` then closes both databases
                 self._db.use_keys(in_key_database=True)
             state = await self._survey_movable()

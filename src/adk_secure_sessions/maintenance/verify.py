@@ -59,10 +59,6 @@ _NEW_KEY_GRACE = 600_000_000
 _WRONG_MARK = (
     "the mark of a key of the search index was tampered with: run `index fill` for each app and key"
 )
-_NO_MARK = (
-    "{} rows of the search index have a key without a mark, so that searches by this key fail: run "
-    "`index fill` for each app and key, or `index drop`, which deletes them"
-)
 
 
 @dataclass
@@ -150,8 +146,7 @@ class _Verifier:
 
     async def check_marks(self) -> None:
         read = self._db.runner.data_db.read
-        marks = await index_rows.read_marks(read, self._index_master)
-        for tag, state in marks:
+        for tag, state in await index_rows.read_marks(read, self._index_master):
             self.needed_features.add(FeatureName.STATE_INDEX)
             if state is None:
                 name = tag.hex() if isinstance(tag, bytes) else "?"
@@ -159,11 +154,6 @@ class _Verifier:
             elif state is index_rows.IndexState.COMPLETE:
                 assert isinstance(tag, bytes)
                 self._complete_index_tags.add(tag)
-        marked_tags = {tag for tag, _ in marks}
-        for tag, number in await read(_ROWS_BY_KEY, {}):
-            if isinstance(tag, bytes) and tag not in marked_tags:  # no search uses another type
-                detail = _NO_MARK.format(number)
-                self.problems.add(state_index.name, tag.hex(), Reason.MISSING, detail)
 
     async def _check_indexed(self, identity: Identity, *, of_user: bool) -> None:
         if not self._complete_index_tags:
@@ -344,5 +334,4 @@ _PRESENT_VERSION = sa.func.coalesce(
     )
 )
 _IMPORTED = sa.select(*migrated.c, _PRESENT_VERSION)
-_ROWS_BY_KEY = sa.select(state_index.c.key_tag, sa.func.count()).group_by(state_index.c.key_tag)
 _OWNER_TAGS = {tag: sa.select(tag) for tag in (apps.c.tag, users.c.tag)}
