@@ -185,6 +185,15 @@ async def test_blind_ids_are_those_of_lookup(log: Log, url: str) -> None:
     assert IDS["session_id"] not in log.text
 
 
+async def test_long_id_is_recorded_up_to_the_length_of_the_longest_that_is_accepted(
+    log: Log, service: EncryptedSessionService
+) -> None:
+    with pytest.raises(ValueError, match="app_name has more than 1024 bytes"):
+        await service.create_session(app_name="x" * 10**6, user_id="u")
+    (created,) = log.records("session.create")
+    assert created["app"] == "x" * 1024
+
+
 async def test_accesses_are_recorded_only_on_request(log: Log, url: str) -> None:
     async with service_of(url) as service:
         await service.create_session(**IDS)

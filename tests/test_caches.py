@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,16 @@ async def test_ids_are_not_kept_after_close(tmp_path: Path) -> None:
     del session, user_id, session_id
     await service.close()
     assert kept(watched) == []
+
+
+async def test_keys_are_not_kept_after_close(tmp_path: Path) -> None:
+    url, lifetime = f"sqlite:///{tmp_path}/s.db", timedelta(days=1)
+    service = EncryptedSessionService(url, AesGcmBackend(os.urandom(32)), expires_after=lifetime)
+    await service.create_session(app_name="a", user_id="u")
+    keyring = weakref.ref(await service._runner.keyring())
+    await service.close()
+    gc.collect()
+    assert keyring() is None
 
 
 async def test_append_to_a_session_whose_row_was_encrypted_again_is_cached_once(

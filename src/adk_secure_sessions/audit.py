@@ -331,6 +331,7 @@ def audited_access(
     return decorate
 
 
+_MAX_ID = 1024  # characters: the call rejects longer ids, and the rest is not recorded
 _IS_OFF = (
     "the service has audit=, but no access is recorded: switch the logger "
     "adk_secure_sessions.audit on with setLevel(logging.INFO)"
@@ -348,11 +349,12 @@ def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
 
     An id that is not among the arguments is empty.
     """
-    session = arguments.get("session")
+    session, get = arguments.get("session"), arguments.get
+    ids = get("app_name"), get("user_id"), get("session_id")
     if session is not None:
-        return session.app_name, session.user_id, session.id
-    app, user = arguments.get("app_name"), arguments.get("user_id")
-    return str(app or ""), str(user or ""), str(arguments.get("session_id") or "")
+        ids = session.app_name, session.user_id, session.id
+    app_name, user_id, session_id = (str(one or "")[:_MAX_ID] for one in ids)
+    return app_name, user_id, session_id
 
 
 # --- Calls ----------------------------------------------------------------------------------------

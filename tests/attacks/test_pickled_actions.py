@@ -247,6 +247,24 @@ def test_process_that_loads_pickles_has_no_keys_and_is_started_again_if_it_was_k
     assert children() == others
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_process_starts_a_child_of_its_own() -> None:
+    """With one child, two processes would read the answers to each other's pickles."""
+    with closing(PickleReader()) as reader:
+        reader.read(pickled(0))
+        first = reader._child.pid
+        if (forked := os.fork()) == 0:
+            try:
+                own = reader.read(pickled(1)).state_delta == {"k": 1}
+                own = own and reader._child.pid != first
+                reader.close()
+            finally:
+                os._exit(0 if own else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+        assert reader.read(pickled(2)).state_delta == {"k": 2}
+        assert reader._child.pid == first
+
+
 def test_answers_that_are_cached_take_little_memory() -> None:
     pickles = [pickled(f"{number}" * 2**20) for number in range(10)]
     with closing(PickleReader()) as reader:

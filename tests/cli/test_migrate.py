@@ -139,7 +139,7 @@ def test_mark_that_is_withdrawn_is_named() -> None:
     asyncio.run(write("s3"))
     said = migrate("compare")
     assert said.code == 1
-    assert "the mark that ends the migration: it was withdrawn" in said.stdout
+    assert "was withdrawn: restart services with a fallback" in said.stdout
     assert "withdrawn" not in migrate("compare").stdout
 
 

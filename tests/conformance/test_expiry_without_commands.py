@@ -11,6 +11,7 @@ from sqlalchemy import URL
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.db.protocol import Read
+from adk_secure_sessions.errors import DatabaseError
 from adk_secure_sessions.storage.features import expiry
 from adk_secure_sessions.storage.schema import sessions
 from tests.conformance.services import KEY
@@ -166,6 +167,22 @@ async def test_without_an_index_nothing_is_deleted(
         await service.create_session(**WHO)
         assert await stored(service) == 3
         assert expiry.INDEX in await service._runner.data_db.run_sync(_indexes, commit=False)
+
+
+async def test_index_that_could_not_be_created_in_time_is_not_tried_again_at_once(
+    url: URL, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a server creates it, all writes wait."""
+
+    def time_out(*_: object) -> None:
+        raise DatabaseError("it took too long", retryable=True)
+
+    monkeypatch.setattr(expiry.Expiry, "_create_missing_index", time_out)
+    async with expiring(url) as service:
+        for _ in range(3):
+            await service.create_session(**WHO)
+    (warning,) = (one.getMessage() for one in caplog.records if "expired" in one.getMessage())
+    assert "it took too long" in warning
 
 
 async def test_index_that_another_process_creates_at_the_same_time_is_used(

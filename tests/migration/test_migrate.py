@@ -216,6 +216,8 @@ async def test_gone_sessions_are_reported_and_deleted_only_if_requested(url: str
     assert await stored(url, "ada", "s0") is not None
     assert await stored(url, "ada", "s1") is None
     assert numbers(await copy(source, url)) == {"unchanged": 3}
+    source.put("ada", "s1", events=1)  # it comes back
+    assert numbers(await copy(source, url)) == {"unchanged": 3, "copied": 1, "events": 1}
 
 
 async def test_copies_of_another_source_are_not_gone_if_it_has_other_apps(file_url: str) -> None:

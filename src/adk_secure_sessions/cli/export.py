@@ -125,7 +125,7 @@ def audit() -> None:
 def export_audit(db: Database, output: str, **options: Any) -> None:
     """Write the records as lines of JSON.
 
-    Exits 1 if a record is not authentic; such a record is not written.
+    Exits 1 if a record is not authentic; one that cannot be decrypted is not written.
 
     \b
     Example:

@@ -163,7 +163,7 @@ async def export_audit(
 
     The records of a chain are written in their order, one chain after the other; the chain that was
     begun first comes first.  Each line has the fields of the record, and its `chain` and `number`.
-    Records that are not authentic are not written.
+    Records that cannot be decrypted are not written.
 
     Args:
         write: Called with each line, which ends with a line feed.

@@ -117,7 +117,7 @@ async def separate(
         await _begin_separation(db)
     options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
     await _delete_rows_of_original(db)
-    keyring = await db.keyring()
+    keyring = await db.reread_keyring()
     separation = keyring.separation
     if separation is None:
         raise SecureSessionError(
@@ -215,6 +215,9 @@ async def _delete_rows_of_original(db: Database) -> None:
     tables = (await db.survey_existing()).tables
 
     def empty(connection: sa.Connection) -> None:
+        is_one_database = not db.runner.executors.has_key_database
+        if is_one_database and meta.read(connection, meta.SEPARATION, lock=True) is None:
+            return  # another run has ended the separation: the rows are those of the copy
         for table in (migrated, audit_records):
             if table.name in tables:
                 connection.execute(sa.delete(table)).close()

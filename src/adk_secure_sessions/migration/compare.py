@@ -96,8 +96,8 @@ class Comparison(Result):
             yield "the two sides are not equal; next: run `migrate copy`, then compare again"
             if self.mark_withdrawn:
                 yield (
-                    "an earlier comparison had stored the mark that ends the migration: it was "
-                    "withdrawn, so services with a fallback read the source again"
+                    "the mark that ends the migration, from an earlier comparison, was withdrawn: "
+                    "restart services with a fallback, so that they read the source again"
                 )
         elif self.mark_stored:
             yield (

@@ -31,9 +31,7 @@ from adk_secure_sessions.migration.sources import (
     Unreadable,
 )
 from adk_secure_sessions.results import Result, counter, listing
-from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.features.imports import ImportStatus
-from adk_secure_sessions.storage.schema import MigratedRow
 
 # The number of imports that run at the same time.  SQLite commits several imports together.  On a
 # server, each import uses a connection of the pool, which has 10.
@@ -325,7 +323,9 @@ class _MigrationRun:
                     "the source has no sessions, although sessions were copied before: nothing was "
                     "deleted; check the URL of the source"
                 )
-            elif delete_gone and self.writes and not await self._delete_copy(ids, row):
+            elif (
+                delete_gone and self.writes and not await self.target.imports.delete_copy(ids, row)
+            ):
                 continue
             else:
                 self.result.gone += 1
@@ -336,9 +336,3 @@ class _MigrationRun:
                 "of them: nothing was deleted; check the root keys and the backends of the source, "
                 "or omit --delete-gone (delete_gone)"
             )
-
-    async def _delete_copy(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
-        """Delete a copied session; return False if a service has continued or deleted it."""
-        identity, untouched = await self.target.runner.identify(*ids), (copy.row_id, copy.number)
-        deletion = writes.DeleteSession(identity, lambda now: now.id_and_revision == untouched)
-        return bool(await self.target.runner.run(deletion))

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
-from threading import Lock, Timer
+from threading import Timer
 from typing import Any
 from uuid import UUID
 
@@ -23,6 +23,7 @@ from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel
 
 from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import events
 from adk_secure_sessions.migration.sources import ConversionError
@@ -44,12 +45,13 @@ class PickleReaderError(ConfigurationError):
 
 
 class PickleReader:
-    """Loads pickles one at a time; several threads may use it."""
+    """Loads pickles one at a time; several threads may use it, and a forked process."""
 
     def __init__(self) -> None:
         _find_class()
-        self._lock = Lock()
+        self._lock = ThreadLock()
         self._child: Any = None  # a subprocess.Popen
+        self._pid = 0  # of the process that has started the child
         self._is_closed = False
         # The answers by the hash of the pickle: most events have the same, empty actions.
         self._answers: Lru[bytes, bytes] = Lru(_CACHED_BYTES)
@@ -58,7 +60,8 @@ class PickleReader:
         """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""
         digest, answer = sha256(pickled).digest(), _REJECTED
         if _LIMITS_MEMORY or len(pickled) <= _MAX_UNLIMITED:
-            with self._lock:
+            with self._lock.lock:
+                self._forget_child_of_parent()
                 # If the child ends without an answer, the pickle may not be the reason: ask again.
                 answer = self._answers.get(digest) or self._ask(pickled) or self._ask(pickled)
                 # A pickle that exceeds a limit takes ten seconds: do not try it again.
@@ -74,10 +77,17 @@ class PickleReader:
     def close(self) -> None:
         """End the child process; a thread that is still reading starts no other one."""
         self._is_closed = True
+        self._forget_child_of_parent()
         if (child := self._child) is not None:
             child.kill()  # so that the thread that waits for an answer releases the lock
-        with self._lock:
+        with self._lock.lock:
             self._end_child()
+
+    def _forget_child_of_parent(self) -> None:
+        """In a forked process, start another child: of one child, two would mix up the answers."""
+        if self._child is not None and self._pid != os.getpid():
+            self._child.returncode = 0  # otherwise, Popen warns that it still runs
+            self._child = None
 
     def _end_child(self) -> None:
         child, self._child = self._child, None
@@ -93,14 +103,17 @@ class PickleReader:
             command, pipe = [sys.executable, "-c", _CHILD, repr(sys.path)], subprocess.PIPE
             none = subprocess.DEVNULL
             environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-            self._child = subprocess.Popen(  # noqa: S603
-                command, stdin=pipe, stdout=pipe, stderr=none, env=environment
-            )
-            if self._is_closed or self._exchange_line(_START_SECONDS) != _READY:
+            self._pid = os.getpid()
+            with suppress(OSError):  # there is not enough memory, or there are too many processes
+                self._child = subprocess.Popen(  # noqa: S603
+                    command, stdin=pipe, stdout=pipe, stderr=none, env=environment
+                )
+            is_usable = self._child is not None and not self._is_closed
+            if not is_usable or self._exchange_line(_START_SECONDS) != _READY:
                 self._end_child()
                 raise PickleReaderError(
                     f"{sys.executable} cannot start the process that reads google-adk's pickles: "
-                    "check that it can import adk_secure_sessions"
+                    "check that it can import adk_secure_sessions, and that there is memory for it"
                 )
         answer = self._exchange_line(_SECONDS, base64.b64encode(pickled) + b"\n")
         if answer.endswith(b"\n"):

@@ -5,7 +5,9 @@ before the first row that uses it is stored.  Afterwards, those releases reject 
 """
 
 import hmac
+from collections.abc import Callable
 from functools import partial
+from weakref import ref
 
 import sqlalchemy as sa
 
@@ -160,8 +162,9 @@ class Feature:
     def __init__(self, runner: OperationRunner, name: str) -> None:
         self._runner = runner
         self._name = name
-        # The keyring that was current when the feature was last added or found.
-        self._ensured_keyring: Keyring | None = None
+        # Returns the keyring that was current when the feature was last added or found.  The
+        # reference is weak, so that `OperationRunner.close` discards the keys.
+        self._ensured_keyring: Callable[[], Keyring | None] = lambda: None
         self._locks = LoopLocks()
 
     async def ensure(self) -> None:
@@ -171,10 +174,10 @@ class Feature:
         process has read the keyring again.
         """
         keyring = await self._runner.keyring()
-        if self._ensured_keyring is keyring:
+        if self._ensured_keyring() is keyring:
             return
         async with self._locks.lock("feature"):
-            if self._ensured_keyring is keyring:
+            if self._ensured_keyring() is keyring:
                 return
             if KNOWN_FEATURES[self._name] is not None and not await self._is_listed(keyring):
                 create = partial(
@@ -183,12 +186,12 @@ class Feature:
                 await self._runner.data_db.run_sync(create)
             # If the process stops before this, the next call adds the feature.
             await self._runner.key_db.run_sync(partial(add_feature, self._name, keyring))
-            self._ensured_keyring = keyring
+            self._ensured_keyring = ref(keyring)
 
     async def is_added(self) -> bool:
         """Return whether the database has the feature."""
         keyring = await self._runner.keyring()
-        if self._ensured_keyring is keyring:
+        if self._ensured_keyring() is keyring:
             return True
         # Read the table before the feature list.  Another process may be adding the feature: it
         # changes the list before it stores rows in the table.
@@ -196,7 +199,7 @@ class Feature:
             partial(_has_rows_of, self._name), commit=False
         )
         if await self._is_listed(keyring):
-            self._ensured_keyring = keyring
+            self._ensured_keyring = ref(keyring)
             return True
         if has_rows:
             raise WrongKeyError(

@@ -510,6 +510,7 @@ IMPORT_SESSION = _insert(sessions, sa.select(*_parameters(sessions)).where(_is_n
 IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
 IMPORT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached, ~_import_row_of_user.exists())
 INSERT_MIGRATED = sa.insert(migrated)
+DELETE_MIGRATED = sa.delete(migrated).where(migrated.c.tag == sa.bindparam("at_tag"))
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")
 INSERT_INDEX_ROW = sa.insert(state_index)
 _is_indexed: sa.Select[Any] = sa.select(sa.literal_column("1")).where(

@@ -28,7 +28,8 @@ INDEX = "ix_secure_sessions_expires_at"
 _CREATE_INDEX = f"CREATE INDEX {INDEX} ON {sessions.name} (expires_at)"
 _MAX_DELETED = 2
 # Read ten, because an attacker may have modified the earliest rows.  If none can be decrypted,
-# pause for 60 s, because each try logs them all.
+# pause for 60 s, because each try logs them all; also if the index could not be created in time,
+# because writes wait for that.
 _MAX_READ, _PAUSE = 10, 60
 # The names of the apps are authenticated when their sessions are decrypted.
 _APPS_OF_EXPIRED = first_rows(
@@ -58,7 +59,7 @@ class Expiry:
     async def delete_some(self, delete: Delete) -> None:
         """Call *delete* with the ids of at most two expired sessions.
 
-        An error is logged and counted: the next session that is created tries again.
+        An error is logged and counted: a session that is created later tries again.
         """
         try:
             if time.monotonic() < self._paused_until:
@@ -83,8 +84,9 @@ class Expiry:
             try:
                 await self._runner.data_db.run_sync(self._create_missing_index)
             except SecureSessionError as error:
+                # Perhaps the account may not create indexes.
+                self._paused_until = time.monotonic() + (_PAUSE if error.retryable else math.inf)
                 if not error.retryable:
-                    self._paused_until = math.inf  # perhaps the account may not create indexes
                     error = ConfigurationError(f"run `{_CREATE_INDEX}` and restart: {error}")
                 raise error from None
             self._has_index = True

@@ -54,6 +54,7 @@ from adk_secure_sessions.storage.table_walk import rows_where
 from adk_secure_sessions.storage.writes import (
     CachedOwners,
     Changes,
+    DeleteSession,
     NewSession,
     OwnerChanges,
     Write,
@@ -418,6 +419,14 @@ class AddTombstone(Write[None]):
             yield from apply_or_conflict([Change(sql.INSERT_MIGRATED, as_parameters(new))])
 
 
+class _DeleteCopy(DeleteSession):
+    """Also delete the row of `secure_migrated`, so that a session of this id can be imported."""
+
+    def _build_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
+        row = Change(sql.DELETE_MIGRATED, {"at_tag": session.row.tag}, must_match_one_row=False)
+        return [*super()._build_deletion(attempt, session), row]
+
+
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:
     """Store *tombstone* of a user, in a transaction of its own.
 
@@ -517,6 +526,14 @@ class Imports:
         macs = await self.macs()
         operation = ImportOwnerState(identity, macs, state, of_user=of_user, replace=replace)
         return await self._runner.run(operation)
+
+    async def delete_copy(self, ids: tuple[str, str, str], copy: MigratedRow) -> bool:
+        """Delete a session that was imported, and is gone in the source; return False if a service
+        has continued or deleted it.
+        """
+        identity, untouched = await self._runner.identify(*ids), (copy.row_id, copy.number)
+        deletion = _DeleteCopy(identity, lambda now: now.id_and_revision == untouched)
+        return bool(await self._runner.run(deletion))
 
     async def rows_for(self, ids: Iterable[K]) -> dict[K, CheckedMigratedRow]:
         """Return the rows of `secure_migrated` for those *ids* that have one.
