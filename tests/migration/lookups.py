@@ -44,7 +44,7 @@ class MemoryLookup(AdkTables):
     def __init__(self) -> None:
         self.sessions_by_ids: dict[tuple[str, str], tuple[ListedSession, SessionContent]] = {}
         self.unreadable: set[tuple[str, str]] = set()
-        self.users: dict[str, JsonObject] = {}
+        self.users: dict[str, JsonObject | Unreadable] = {}
         self.app: JsonObject = {}
         self.queried: list[str] = []
         self.before: Callable[[str], Awaitable[None]] | None = None
@@ -112,7 +112,7 @@ class MemoryLookup(AdkTables):
 
     async def states(self, selection: Selection) -> AsyncIterator[States]:
         await self._query("states")
-        yield {(APP, user_id): encode_state(state) for user_id, state in self.users.items()}
+        yield {(APP, user_id): _encoded(state) for user_id, state in self.users.items()}
         yield {(APP,): encode_state(self.app)}
 
     async def find(self, app_name: str, user_id: str, session_id: str) -> ListedSession | None:
@@ -133,4 +133,8 @@ class MemoryLookup(AdkTables):
     async def state(self, app_name: str, user_id: str | None = None) -> bytes | Unreadable | None:
         await self._query("app_state" if user_id is None else "user_state")
         found = self.app if user_id is None else self.users.get(user_id)
-        return encode_state(found) if app_name == APP and found is not None else None
+        return _encoded(found) if app_name == APP and found is not None else None
+
+
+def _encoded(state: JsonObject | Unreadable) -> bytes | Unreadable:
+    return state if isinstance(state, Unreadable) else encode_state(state)

@@ -32,6 +32,7 @@ from adk_secure_sessions import (
 from adk_secure_sessions.migration import Package1xTables
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.fallback import PlaintextFallbackService
+from adk_secure_sessions.migration.sources import Unreadable
 from adk_secure_sessions.service import StaleSessionError
 from adk_secure_sessions.storage.features.imports import ImportStatus
 from tests.cli.support import make_adk_tables
@@ -168,6 +169,26 @@ async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
         assert await listed(second) == ["other"]
     await service.delete_session(**VISIT)
     assert await listed(service) == ["other"]
+
+
+async def test_listing_leaves_out_the_sessions_of_a_user_whose_state_cannot_be_read(
+    service: PlaintextFallbackService, source: MemoryLookup, tmp_path: Path
+) -> None:
+    for user_id in ("bob", "carl"):
+        source.put(user_id, f"{user_id}s")
+    await get(service, {**ADA, "user_id": "bob", "session_id": "bobs"})
+    await get(service)
+    source.users["carl"] = Unreadable("its state is not JSON")
+    with pytest.raises(ConfigurationError, match="a state of the plaintext source cannot be read"):
+        await listed(service, None)
+    url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
+    skipping = EncryptedSessionService(url, AesGcmBackend(KEY), skip_unreadable_sessions=True)
+    async with PlaintextFallbackService(skipping, source) as second:
+        for _ in range(2):
+            assert await listed(second, None) == ["bobs", "other", "visit"]
+        assert await listed(second, "carl") == []
+        with pytest.raises(ConfigurationError, match="a state of the plaintext source"):
+            await second.get_session(app_name=APP, user_id="carl", session_id="carls")
 
 
 async def test_copied_sessions_expire_as_those_that_migrate_copies(

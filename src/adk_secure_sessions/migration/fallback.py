@@ -198,7 +198,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """List the sessions of the database, and those of the source that were not copied yet.
 
         Copy the states of the app and of these users, but no sessions.  If *service* has
-        `skip_unreadable_sessions`, unreadable sessions of the source are left out, and logged.
+        `skip_unreadable_sessions`, unreadable sessions of the source, and all sessions of a user
+        whose state there is unreadable, are left out, and logged.
         """
         check_ids(app_name, user_id or "", "")
         listing = partial(self._service.list_sessions, app_name=app_name, user_id=user_id)
@@ -209,7 +210,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         state_copies, response = self._state_copies, await listing()
         users = {session.user_id for session in response.sessions}
         users |= {session.user_id for session in source_sessions}
-        await self._copy_states(app_name, *users)
+        skips = self._service._skips_unreadable
+        unreadable = await self._copy_states(app_name, *users, skips_unreadable=skips)
         # `migrate` copies states after sessions.  If a state was not copied when the database was
         # read, the listing lacks it: list the sessions again.
         if self._state_copies != state_copies:
@@ -224,6 +226,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             _to_session(session, source_sessions[session], *states_of[session.user_id])
             for session in uncopied
         ]
+        response.sessions = [one for one in response.sessions if one.user_id not in unreadable]
         response.sessions.sort(
             key=lambda session: (session.last_update_time, session.user_id, session.id)
         )
@@ -373,7 +376,9 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
     # app or a user before the state was copied.  Then the encrypted state is used, and the state in
     # the source is neither used nor copied.
 
-    async def _source_states(self, app_name: str, wanted: set[Ids]) -> dict[Ids, bytes]:
+    async def _source_states(
+        self, app_name: str, wanted: set[Ids]
+    ) -> dict[Ids, bytes | Unreadable]:
         """Return the states in the source: of several users, with few queries for the whole app."""
         states: dict[Ids, bytes | Unreadable | None] = {}
         if len(wanted) > 2:
@@ -382,13 +387,15 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         else:
             for owner in wanted:
                 states[owner] = await self._read_source(self._source.state(*owner))
-        stored_states = {ids: state for ids, state in states.items() if state is not None}
-        return {ids: _readable(state, "a state") for ids, state in stored_states.items()}
+        return {ids: state for ids, state in states.items() if state is not None}
 
-    async def _copy_states(self, app_name: str, *user_ids: str) -> None:
+    async def _copy_states(
+        self, app_name: str, *user_ids: str, skips_unreadable: bool = False
+    ) -> set[str]:
         """Copy the states of an app and of users that were not copied yet.
 
-        Nothing is stored for an owner that the source does not have.
+        Nothing is stored for an owner that the source does not have.  Return the users whose state
+        was skipped because it is unreadable.
         """
         # The owners whose state was copied or erased, which is never undone, or is not in the
         # source, which does not change any more.
@@ -397,9 +404,18 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         owners: list[Ids] = [(app_name,), *((app_name, user_id) for user_id in user_ids)]
         unsettled = {owner for owner in owners if not settled.get(owner)}
         if not unsettled:
-            return
+            return set()
         uncopied = unsettled - (await self._imports.rows_for(unsettled)).keys()
-        states = await self._source_states(app_name, uncopied)
+        states: dict[Ids, bytes] = {}
+        unreadable: set[Ids] = set()
+        for owner, state in (await self._source_states(app_name, uncopied)).items():
+            try:
+                states[owner] = _readable(state, "a state")
+            except ConfigurationError as error:
+                if not skips_unreadable or len(owner) == 1:
+                    raise
+                logger.error("all sessions of a user are left out of a listing: %s", error)
+                unreadable.add(owner)
 
         async def store(owner: Ids) -> ImportStatus:
             return await self._imports.import_state(owner, states[owner])
@@ -411,9 +427,10 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 "a state was written without PlaintextFallbackService before it was copied: "
                 "the state in the plaintext source is not used"
             )
-        for owner in unsettled:
+        for owner in unsettled - unreadable:
             settled.put(owner, True)
         self._state_copies += 1
+        return {owner[1] for owner in unreadable}
 
     async def _copy_session(self, ids: Ids) -> bool:
         """Copy a session, whose states were copied; return False if the source does not have it."""
