@@ -13,6 +13,8 @@ from adk_secure_sessions import AesGcmBackend, ConfigurationError, EncryptedSess
 from adk_secure_sessions.db.protocol import Read
 from adk_secure_sessions.maintenance import (
     Database,
+    drop_index,
+    fill_index,
     retire,
     rotate_data,
     rotate_master,
@@ -92,6 +94,28 @@ async def test_verify_raises_no_alarm_if_the_data_keys_are_wrapped_again_meanwhi
             rotate,
             when=lambda step, answer: (
                 isinstance(step, Read) and "ORDER BY secure_data_keys.id" in str(step.query)
+            ),
+        )
+        assert (await verify(db)).bad == 0
+        assert plan.happened
+
+
+async def test_verify_raises_no_alarm_if_an_index_is_dropped_meanwhile(file_url: str) -> None:
+    await fill(file_url)
+
+    async def drop() -> None:
+        async with Database(file_url, AesGcmBackend(OLD)) as other:
+            assert (await drop_index(other, APP, ["n"])).removed == 4
+
+    db, faults = with_faults(lambda: Database(file_url, AesGcmBackend(OLD)))
+    async with db:
+        await fill_index(db, APP, ["n"])
+        plan = faults.data.before(
+            Point.READ,
+            drop,
+            nth=1,
+            when=lambda step, answer: (
+                isinstance(step, Read) and "ORDER BY secure_sessions.id" in str(step.query)
             ),
         )
         assert (await verify(db)).bad == 0

@@ -162,6 +162,13 @@ class _Verifier:
         checked = await self._db.runner.run(check)
         if checked is None or not checked[1].total:
             return
+        # `index drop` deletes the mark of a key, and then its rows.
+        marks = await index_rows.read_marks(self._db.runner.data_db.read, self._index_master)
+        complete = {tag for tag, state in marks if state is index_rows.IndexState.COMPLETE}
+        if not self._complete_index_tags <= complete:
+            self._complete_index_tags &= complete
+            await self._check_indexed(identity, of_user=of_user)
+            return
         row_id, differences = checked
         numbers = {
             "missing": len(differences.missing),
