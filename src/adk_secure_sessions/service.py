@@ -72,8 +72,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 1024  # the maximum length of an app name, a user id or a session id in UTF-8
 
-_NO_LIMIT = 2**40  # no app has as many sessions
-
 STALE_TEXT = (
     "The session has been modified in storage since it was loaded. "
     "Please reload the session before appending more events."
@@ -495,7 +493,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """
         updated = period(updated_after, updated_before)
         options = reads.PageOptions(
-            _NO_LIMIT, updated=updated, skips_unreadable=self._skips_unreadable
+            reads.NO_LIMIT, updated=updated, skips_unreadable=self._skips_unreadable
         )
         page = await self._find(app_name, key, value, options)
         return self._to_response(app_name, page.items)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 # Decodes an event; the arguments are its plaintext, the row id of the session and the `seq`.
 Decode = Callable[[bytes, int, int], E]
 
-_MAX_EVENTS = 2**40
+NO_LIMIT = 2**40  # no app has so many sessions, and no session so many events
 _LAST_ROW = 2**63 - 1
 # A batch of a page has at least so many rows, except the first: a user may have many collections.
 _MIN_BATCH = 100
@@ -62,9 +62,8 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
         if self.since is not None:
             self.limit = None
         elif self.limit is not None:
-            # Larger limits would not fit into an integer of the database, and no session has so
-            # many events.
-            self.limit = min(self.limit, _MAX_EVENTS)
+            # Larger limits may not fit into an integer of the database.
+            self.limit = min(self.limit, NO_LIMIT)
             self.caches = self.caches and self.limit != 0
 
     async def execute(self, attempt: Attempt) -> tuple[SessionWithStates, list[E]] | None:
@@ -236,7 +235,7 @@ class ListEventsPage(StorageOperation[Page[E, EventPosition] | None]):
         elif position:
             first, last = position.seq - limit, position.seq
         else:
-            query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, _MAX_EVENTS
+            query, first, last = sql.SESSION_WITH_LAST_EVENTS, 0, NO_LIMIT
         rows = await attempt.read(query, first=first, last=last, limit=limit + 1)
         _, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
