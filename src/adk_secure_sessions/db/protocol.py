@@ -97,7 +97,6 @@ class Executor(Protocol):
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
         """Run one query and return its rows; if the caller is cancelled, interrupt the query."""
-        ...
 
     async def write(
         self,
@@ -118,7 +117,6 @@ class Executor(Protocol):
         changes that were committed before the query began.  Otherwise, no Apply may follow an Apply
         with the answer True, because asyncpg commits each Apply separately.
         """
-        ...
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         """Run *work* on a SQLAlchemy connection and return its result.
@@ -127,11 +125,9 @@ class Executor(Protocol):
         *commit* is True, *work* runs in one transaction, which is rolled back if *work* raises.
         If it is False, *work* must change nothing, and each of its queries may see other commits.
         """
-        ...
 
     async def close(self) -> None:
         """Close every connection.  The next call opens new ones."""
-        ...
 
 
 class Executors(NamedTuple):

@@ -199,7 +199,6 @@ class Cipher(Protocol):
         Both arguments may have any length, including 0.  `decrypt` needs the same
         `associated_data`.
         """
-        ...
 
     def decrypt(self, sealed: bytes, associated_data: bytes, /) -> bytes:
         """Return the plaintext of `sealed`, which `encrypt` returned.
@@ -207,7 +206,6 @@ class Cipher(Protocol):
         Raise an exception, of any class, if the key or `associated_data` is wrong, or if `sealed`
         was modified.
         """
-        ...
 
 
 def encode_text(text: str) -> bytes:

@@ -58,25 +58,20 @@ class EncryptionBackend(Protocol):
 
         The id of your own backend is a number from 0x80 to 0xFF.
         """
-        ...
 
     @property
     def name(self) -> str:
         """A short name for error messages."""
-        ...
 
     @property
     def root_key(self) -> KeyProvider:
         """The provider that wraps the master keys."""
-        ...
 
     def new_key(self) -> bytes:
         """Return a new random data key that `cipher` accepts."""
-        ...
 
     def cipher(self, key: bytes, /) -> Cipher:
         """Return the cipher for the data key `key`; several threads may use the cipher at once."""
-        ...
 
 
 class DataKeyRow(NamedTuple):

@@ -46,7 +46,6 @@ class KeyProvider(Protocol):
 
         The database stores the name as plaintext, so the name must not contain a secret.
         """
-        ...
 
     async def wrap(self, key: bytes, associated_data: bytes, /) -> bytes:
         """Encrypt `key`, a master key of 32 bytes, and bind the result to `associated_data`.
@@ -56,7 +55,6 @@ class KeyProvider(Protocol):
         Raises:
             KeyServiceError: The key service failed.
         """
-        ...
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes, /) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned.
@@ -66,7 +64,6 @@ class KeyProvider(Protocol):
             WrongKeyError: The key service reported that another root key wrapped the key.
             KeyServiceError: The key service failed.
         """
-        ...
 
 
 def check_key_id(key_id: object) -> None:
