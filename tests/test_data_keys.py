@@ -498,13 +498,13 @@ def test_content_is_packed_as_the_service_says_and_a_witness_never_is() -> None:
 
 
 @pytest.mark.parametrize("change", [{"owner_tag": BOB}, {"context": b"another"}], ids=str)
-@pytest.mark.parametrize("unpacker", [unpack, reject_flags, keep_packed])
+@pytest.mark.parametrize("handler", [unpack, reject_flags, keep_packed])
 def test_record_of_another_owner_or_context_is_rejected(
-    unpacker: Callable[[bytes], bytes], change: dict[str, Any]
+    handler: Callable[[bytes], bytes], change: dict[str, Any]
 ) -> None:
     staged = TransactionKeys(data_keys())
     staged.create_data_key(ADA), staged.create_data_key(BOB)
     stored = staged.seal(ADA, CONTEXT, b"text")
     arguments = {"owner_tag": ADA, "context": CONTEXT, "record": stored} | change
     with pytest.raises(TamperedError):
-        staged.open(**arguments, unpacker=unpacker)
+        staged.open(**arguments, handler=handler)

@@ -7,8 +7,8 @@ import pytest
 from adk_secure_sessions import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.memory_items import (
     COLLECTION_NAME,
-    EVENTS,
-    EXPLICIT,
+    EVENTS_SCOPE,
+    EXPLICIT_SCOPE,
     Dropped,
     MemoryItem,
     check_replaced,
@@ -22,8 +22,8 @@ ENTRY: dict[str, Any] = {"id": "e", "content": {"parts": []}}
 
 def test_stored_names_stay_as_they_are() -> None:
     assert COLLECTION_NAME == '["memory"]'
-    assert EVENTS == ("events",)
-    assert EXPLICIT == ("memory",)
+    assert EVENTS_SCOPE == ("events",)
+    assert EXPLICIT_SCOPE == ("memory",)
     assert session_scope("s 1") == ("session", "s 1")
 
 
@@ -56,17 +56,17 @@ def test_item_has_the_documented_json() -> None:
 def test_empty_fields_are_not_stored() -> None:
     assert MemoryItem().values() == {}
     assert parse_item({}, 0) == MemoryItem(None, [], {}, [], None)
-    assert MemoryItem(EVENTS).values() == {"scope": ["events"]}
+    assert MemoryItem(EVENTS_SCOPE).values() == {"scope": ["events"]}
 
 
 def test_dropped_entries_at_the_end_are_not_stored() -> None:
-    assert MemoryItem(EVENTS, [None, ENTRY, None, None]).values()["add"] == [None, ENTRY]
-    assert MemoryItem(EVENTS, [None, None]).values() == {"scope": ["events"]}
+    assert MemoryItem(EVENTS_SCOPE, [None, ENTRY, None, None]).values()["add"] == [None, ENTRY]
+    assert MemoryItem(EVENTS_SCOPE, [None, None]).values() == {"scope": ["events"]}
 
 
 def test_item_does_not_change_the_entries_that_it_was_given() -> None:
     add = [ENTRY, None]
-    MemoryItem(EVENTS, add).values()
+    MemoryItem(EVENTS_SCOPE, add).values()
     assert add == [ENTRY, None]
 
 
@@ -161,10 +161,10 @@ def dropping(number: int, *places: int, replacement: str = VALUE) -> MemoryItem:
 
 
 def replaced(*add: Any, replacement: str | None = VALUE) -> MemoryItem:
-    return MemoryItem(EVENTS, add, replacement=replacement)
+    return MemoryItem(EVENTS_SCOPE, add, replacement=replacement)
 
 
-WHOLE = MemoryItem(EVENTS, [ENTRY, ENTRY])
+WHOLE = MemoryItem(EVENTS_SCOPE, [ENTRY, ENTRY])
 NOTHING = MemoryItem()
 
 

@@ -20,8 +20,8 @@ from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.records import (
     HEADER_LENGTH,
     NO_FLAGS,
+    FlagHandler,
     Packing,
-    Unpacker,
     build_context,
     keep_packed,
     open_with_flags,
@@ -39,7 +39,7 @@ CONTEXT = build_context(("event", "clinic", "ada"), 1, 2)
 
 
 # Every function that decrypts a record.
-opening = pytest.mark.parametrize("unpacker", [unpack, keep_packed, reject_flags])
+opening = pytest.mark.parametrize("handler", [unpack, keep_packed, reject_flags])
 
 
 def seal(cipher: Any, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
@@ -152,20 +152,20 @@ def with_flags(plaintext: bytes) -> bytes:
     return header + CIPHER.encrypt(plaintext, header + CONTEXT)
 
 
-@pytest.mark.parametrize("unpacker", [unpack, keep_packed])
+@pytest.mark.parametrize("handler", [unpack, keep_packed])
 @pytest.mark.parametrize("flags", [0x03, 0x07, 0x08, 0x80, 0xFF])
-def test_unknown_flags_are_rejected_by_name(unpacker: Unpacker, flags: int) -> None:
+def test_unknown_flags_are_rejected_by_name(handler: FlagHandler, flags: int) -> None:
     with pytest.raises(DecryptionError, match=f"flags are 0x{flags:02x}, .* install") as info:
-        open_with_flags(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, unpacker)
+        open_with_flags(with_flags(bytes([flags]) + b"a secret"), CONTEXT, CIPHER, handler)
     assert info.value.reason is Reason.UNKNOWN_FLAGS
     assert not isinstance(info.value, TamperedError)
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_empty_plaintext_is_malformed(unpacker: Unpacker) -> None:
+def test_empty_plaintext_is_malformed(handler: FlagHandler) -> None:
     with pytest.raises(TamperedError, match="empty") as info:
-        open_with_flags(with_flags(b""), CONTEXT, CIPHER, unpacker)
+        open_with_flags(with_flags(b""), CONTEXT, CIPHER, handler)
     assert info.value.reason is Reason.MALFORMED
 
 
@@ -185,10 +185,10 @@ def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext
     assert open_with_flags(stored, CONTEXT, CIPHER, keep_packed) == plaintext
 
 
-@pytest.mark.parametrize("unpacker", [unpack, keep_packed])
-def test_plaintext_that_does_not_fit_its_flags_is_malformed(unpacker: Unpacker) -> None:
+@pytest.mark.parametrize("handler", [unpack, keep_packed])
+def test_plaintext_that_does_not_fit_its_flags_is_malformed(handler: FlagHandler) -> None:
     with pytest.raises(TamperedError, match="malformed") as info:
-        open_with_flags(with_flags(b"\x01a secret"), CONTEXT, CIPHER, unpacker)
+        open_with_flags(with_flags(b"\x01a secret"), CONTEXT, CIPHER, handler)
     assert info.value.reason is Reason.MALFORMED
 
 
@@ -203,14 +203,14 @@ def test_record_without_flags_is_read_and_one_with_flags_is_rejected() -> None:
 
 
 @opening
-def test_record_moved_to_another_context_is_rejected(unpacker: Unpacker) -> None:
+def test_record_moved_to_another_context_is_rejected(handler: FlagHandler) -> None:
     stored = seal(CIPHER, 1, 7, CONTEXT, b"plaintext")
     for moved, where in (
         (stored, CONTEXT + b"x"),
         (records.build_header(1, 8) + stored[13:], CONTEXT),
     ):
         with pytest.raises(TamperedError) as info:
-            open_with_flags(moved, where, CIPHER, unpacker)
+            open_with_flags(moved, where, CIPHER, handler)
         assert info.value.reason is Reason.AUTHENTICATION
 
 
@@ -265,18 +265,18 @@ def test_cipher_that_fails_to_encrypt_stores_nothing(result: Any, failure: str) 
 
 @opening
 @pytest.mark.parametrize("result", [None, "text", ValueError("a secret"), KeyError("a secret")])
-def test_error_of_a_cipher_that_decrypts_is_a_rejection(unpacker: Unpacker, result: Any) -> None:
+def test_error_of_a_cipher_that_decrypts_is_a_rejection(handler: FlagHandler, result: Any) -> None:
     with pytest.raises(TamperedError, match="could not decrypt") as info:
-        open_with_flags(EMPTY, CONTEXT, Misbehaving(result), unpacker)
+        open_with_flags(EMPTY, CONTEXT, Misbehaving(result), handler)
     assert info.value.reason is Reason.AUTHENTICATION
     assert "secret" not in str(info.value)
 
 
 @opening
-def test_decryption_error_of_a_cipher_passes_unchanged(unpacker: Unpacker) -> None:
+def test_decryption_error_of_a_cipher_passes_unchanged(handler: FlagHandler) -> None:
     refusal = UnknownKeyError("as raised")
     with pytest.raises(UnknownKeyError, match="as raised"):
-        open_with_flags(EMPTY, CONTEXT, Misbehaving(refusal), unpacker)
+        open_with_flags(EMPTY, CONTEXT, Misbehaving(refusal), handler)
 
 
 # --- reasons -------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def log_event(event: str, **facts: object) -> None:
         return
     entry = new_entry(event, **facts)
     if call is not None:
-        call.keep(entry)
+        call.keep_security_event(entry)
     log_entry(entry)
 
 
@@ -267,7 +267,7 @@ IdFacts = Callable[[str, str, str], dict[str, object]]
 
 # The inner service whose calls are not recorded now, because the outer method that calls it writes
 # the record (`AccessAuditing.inner_service`).
-_covered_service: ContextVar[object] = ContextVar("audit_covered", default=None)
+_unrecorded_inner: ContextVar[object] = ContextVar("unrecorded_inner", default=None)
 
 
 class AccessAuditing(NamedTuple):
@@ -313,17 +313,17 @@ def audited_access(
             access = AccessCall(trail, action, id_facts, ids)
             return await access.run(partial(function, *args, **kwargs))
 
-        async def run_covering(inner: object, call: Callable[[], Awaitable[T]]) -> T:
-            with context_value(_covered_service, inner):
+        async def run_as_outer(inner: object, call: Callable[[], Awaitable[T]]) -> T:
+            with context_value(_unrecorded_inner, inner):
                 return await call()
 
         def start(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
             service: Any = args[0]
             if (inner := service._auditing.inner_service) is not None:  # this is the outer call
-                return run_covering(inner, partial(call_audited, args, kwargs))
-            if _covered_service.get() is service:  # the inner call, which covers no call of its own
+                return run_as_outer(inner, partial(call_audited, args, kwargs))
+            if _unrecorded_inner.get() is service:  # the inner call, which has no inner service
                 call = partial(method, *args, **kwargs)
-                return call_measured(method, run_covering, None, call)
+                return call_measured(method, run_as_outer, None, call)
             return call_measured(method, call_audited, args, kwargs)
 
         return hiding_wrapper(method, start)
@@ -401,7 +401,7 @@ class AuditedCall:
         # The record of this call that its last transaction has stored; None if it stored none.
         self._stored_entry: AuditEntry | None = None
 
-    def keep(self, entry: AuditEntry) -> None:
+    def keep_security_event(self, entry: AuditEntry) -> None:
         """Keep *entry*, a security event, unless `_MAX_KEPT` records are kept already."""
         if len(self._kept_entries) < _MAX_KEPT:
             self._kept_entries.append(entry)

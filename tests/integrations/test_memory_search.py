@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats import json_text
-from adk_secure_sessions.formats.memory_items import EVENTS, MemoryItem
+from adk_secure_sessions.formats.memory_items import EVENTS_SCOPE, MemoryItem
 from adk_secure_sessions.integrations import memory_index
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService, _content
 from adk_secure_sessions.integrations.memory_index import (
@@ -59,7 +59,7 @@ def test_random_texts_are_found_as_by_adk(stored: list[list[str]], query: str) -
             for event in events
             if event.content
         ]
-        mine.apply(MemoryItem(EVENTS, values), "2.0.0")
+        mine.apply(MemoryItem(EVENTS_SCOPE, values), "2.0.0")
         assert [entry.id for entry in await mine.search(query)] == [
             memory.id for memory in await memories(theirs, query)
         ]

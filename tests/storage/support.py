@@ -24,7 +24,7 @@ from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import DATA_MASTER, Keyring, MasterFingerprint, MasterKeyRow
 from adk_secure_sessions.storage import queries, sealed_rows
-from adk_secure_sessions.storage.operation_runner import Attempt, KeyRetryState, KeySource
+from adk_secure_sessions.storage.operation_runner import Attempt, KeySearch, KeySource
 from adk_secure_sessions.storage.row_cache import RowCache
 from adk_secure_sessions.storage.schema import (
     NEVER,
@@ -269,7 +269,7 @@ class Stored:
 
     def attempt(self, keys: TransactionKeys, *answers: object) -> Attempt:
         executors, _ = one_database(*answers)
-        return Attempt(executors, WHO, keys, KeyRetryState(), RowCache(10), KeySource.QUERY, False)
+        return Attempt(executors, WHO, keys, KeySearch(), RowCache(10), KeySource.QUERY, False)
 
     def rows(self, *, keys: bool = False) -> list[RawRow]:
         """All rows; with those of the data *keys* if asked."""

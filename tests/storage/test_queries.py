@@ -103,7 +103,9 @@ def filled(connection: sa.Connection) -> sa.Connection:
 
 
 def read_rows(connection: sa.Connection, query: sa.Executable, **more: object) -> QueryRows:
-    return QueryRows([tuple(row) for row in connection.execute(query, {**WHO.tags(), **more})])
+    return QueryRows(
+        [tuple(row) for row in connection.execute(query, {**WHO.tag_parameters(), **more})]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The items of the collection that stores a user's memory, as JSON (docs/format.md, "Memory").
 
 An *entry* is one memory of the user.  An item adds entries to one scope, drops earlier entries, or
-does both.  A *scope* is a session, or one of the two constants `EVENTS` and `EXPLICIT`.  The
-transaction that stores an item with dropped entries also replaces the earlier items that have added
-them, and stores a random value, `replacement`, in both items.
+does both.  A *scope* is a session, or one of two constants, `EVENTS_SCOPE` and `EXPLICIT_SCOPE`.
+The transaction that stores an item with dropped entries also replaces the earlier items that have
+added them, and stores a random value, `replacement`, in both items.
 
 A replaced item keeps its links.  So if an attacker stores the item's old record again, or the
 item's record from another copy of the database, the check of the links does not detect the attack.
@@ -21,8 +21,8 @@ from adk_secure_sessions.formats.json_text import JsonObject
 COLLECTION_NAME = '["memory"]'
 
 Scope = tuple[str, ...]
-EVENTS: Scope = ("events",)  # events that were added without a session
-EXPLICIT: Scope = ("memory",)  # memories that are not events, from `add_memory`
+EVENTS_SCOPE: Scope = ("events",)  # events that were added without a session
+EXPLICIT_SCOPE: Scope = ("memory",)  # memories that are not events, from `add_memory`
 
 _REPLACEMENT = re.compile("[0-9a-f]{32}")
 

@@ -42,7 +42,7 @@ NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain pl
 BACKEND_NAMES = {1: "aesgcm", 2: "fernet", NOOP_BACKEND_ID: "noop"}  # of this package, by id
 _LENGTH = struct.Struct(">I")
 # The second half of a context, by the number of integers: their length in bytes, then the integers.
-_INTEGERS = [struct.Struct(f">I{count}q") for count in range(8)]
+_INTEGER_LAYOUTS = [struct.Struct(f">I{count}q") for count in range(8)]
 
 
 # --- flags: compression and padding --------------------------------------------------------------
@@ -251,7 +251,7 @@ def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
     """
     count = len(numbers)
     try:
-        return prefix + _INTEGERS[count].pack(8 * count, *numbers)
+        return prefix + _INTEGER_LAYOUTS[count].pack(8 * count, *numbers)
     except struct.error:  # a modified row may hold any type: see `storage.schema`
         detail = "an integer column holds a value of another type"
         raise TamperedError(detail, Reason.MALFORMED) from None
@@ -313,16 +313,16 @@ def parse_header_or_none(record: object) -> tuple[int, int] | None:
 
 
 # What is done with a plaintext that has flags: `unpack`, `keep_packed` or `reject_flags`.
-Unpacker = Callable[[bytes], bytes]
+FlagHandler = Callable[[bytes], bytes]
 
 
 def open_with_flags(
-    record: bytes, context: bytes, cipher: Cipher, unpacker: Unpacker = unpack
+    record: bytes, context: bytes, cipher: Cipher, handler: FlagHandler = unpack
 ) -> bytes:
     """Decrypt a record whose header `parse_header` accepted; return its flags and content.
 
     The flags stay: readers of events, of which there may be thousands, take slices in any case.
-    If the plaintext has other flags than `NO_FLAGS`, return what *unpacker* makes of it.
+    If the plaintext has other flags than `NO_FLAGS`, return what *handler* makes of it.
     Wrapped keys and version witnesses are never packed.
     """
     try:
@@ -337,7 +337,7 @@ def open_with_flags(
         return plaintext
     if not plaintext:
         raise TamperedError("its plaintext is empty", Reason.MALFORMED)
-    return unpacker(plaintext)
+    return handler(plaintext)
 
 
 # --- plaintexts ----------------------------------------------------------------------------------

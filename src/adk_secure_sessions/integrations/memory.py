@@ -31,8 +31,8 @@ from adk_secure_sessions.formats.events import dump_model, encode_item
 from adk_secure_sessions.formats.json_text import JsonObject
 from adk_secure_sessions.formats.memory_items import (
     COLLECTION_NAME,
-    EVENTS,
-    EXPLICIT,
+    EVENTS_SCOPE,
+    EXPLICIT_SCOPE,
     Dropped,
     MemoryItem,
     Scope,
@@ -201,7 +201,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         """
         check_ids(app_name, user_id, session_id or "")
         new = _from_events(events, "events", _metadata(custom_metadata, "custom_metadata"))
-        scope = session_scope(session_id) if session_id else EVENTS
+        scope = session_scope(session_id) if session_id else EVENTS_SCOPE
 
         def plan(memory: UserMemory) -> _PlannedItem | None:
             known = {entry.id for entry in memory.of_scope(scope)} | memory.deleted
@@ -246,7 +246,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                 raise ValueError(
                     f"memories[{number}] has the id of a memory that was deleted: give it another"
                 )
-            stored = {entry.id: entry for entry in memory.of_scope(EXPLICIT) if entry.id in ids}
+            stored = {old.id: old for old in memory.of_scope(EXPLICIT_SCOPE) if old.id in ids}
             wanted, drop = [], []
             for one in new:
                 entry = stored.get(one.id)
@@ -254,7 +254,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
                     continue
                 wanted.append(one)
                 drop += [entry] if entry else []
-            return _plan_item(EXPLICIT, wanted, drop) if wanted else None
+            return _plan_item(EXPLICIT_SCOPE, wanted, drop) if wanted else None
 
         if new:
             await self._write(app_name, user_id, plan)

@@ -29,7 +29,7 @@ from adk_secure_sessions.errors import (
     UnknownKeyError,
 )
 from adk_secure_sessions.formats import records
-from adk_secure_sessions.formats.records import Cipher, Packing, Unpacker
+from adk_secure_sessions.formats.records import Cipher, FlagHandler, Packing
 from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.keys.keyring import MAX_WRAPPED, Keyring, MasterFingerprint, new_key_id
@@ -130,7 +130,7 @@ class DatabaseKeys(HoldsSecrets):
     writing_backend: EncryptionBackend
     by_owner: Lru[bytes, OwnerKeys]
 
-    def knows(self, *owner_tags: bytes) -> bool:
+    def has_cached_keys_of(self, *owner_tags: bytes) -> bool:
         """Return whether the data keys of all these owners are cached."""
         return all(map(self.by_owner.get, owner_tags))
 
@@ -346,18 +346,18 @@ class TransactionKeys:
         return record
 
     def open(
-        self, owner_tag: bytes, context: bytes, record: bytes, unpacker: Unpacker = records.unpack
+        self, owner_tag: bytes, context: bytes, record: bytes, handler: FlagHandler = records.unpack
     ) -> bytes:
         """Decrypt *record*, a record of the owner, and return the content."""
-        return self.open_with_flags(owner_tag, context, record, unpacker)[1:]
+        return self.open_with_flags(owner_tag, context, record, handler)[1:]
 
     def open_with_flags(
-        self, owner_tag: bytes, context: bytes, record: bytes, unpacker: Unpacker
+        self, owner_tag: bytes, context: bytes, record: bytes, handler: FlagHandler
     ) -> bytes:
         """Decrypt *record*, a record of the owner, as `records.open_with_flags` does."""
         key = self.key_of(owner_tag, record)
         began = perf_counter()
-        plaintext = records.open_with_flags(record, context, key.cipher, unpacker)
+        plaintext = records.open_with_flags(record, context, key.cipher, handler)
         if self.measured_call is not None:
             self.count_work("decrypt", key, len(plaintext) - 1, began)
         return plaintext

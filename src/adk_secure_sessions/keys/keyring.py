@@ -42,7 +42,7 @@ RETRY_PAUSE = 10.0
 # How many data masters a process unwraps at the same time when it starts.  A process that knows a
 # keyring unwraps one data master at a time.
 _AT_ONCE = 8
-_INTEGERS = range(2**63)
+_INT63_RANGE = range(2**63)
 
 
 def new_key_id() -> int:
@@ -155,20 +155,21 @@ class Keyring(HoldsSecrets):
         times = (at for at in self.rejected_or_pending.values() if at < math.inf)
         self.retry_at = max(times, default=math.inf)
 
-    def data_master(self, key_id: int) -> Aes256Gcm:
-        """Return the cipher of the data master *key_id*; raise UnknownKeyError if there is none."""
-        if (master := self.data_masters.get(key_id)) is not None:
+    def data_master(self, master_id: int) -> Aes256Gcm:
+        """Return the cipher of a data master; raise UnknownKeyError if there is none."""
+        if (master := self.data_masters.get(master_id)) is not None:
             return master
-        if any(row.id == key_id and at < math.inf for row, at in self.rejected_or_pending.items()):
+        pending = (row.id for row, at in self.rejected_or_pending.items() if at < math.inf)
+        if master_id in pending:
             raise UnknownKeyError(
-                f"data master {key_id} is not unwrapped yet, because its key service failed: "
+                f"data master {master_id} is not unwrapped yet, because its key service failed: "
                 "check the log and the key service"
             )
-        raise UnknownKeyError(f"the keyring holds no data master {key_id}")
+        raise UnknownKeyError(f"the keyring holds no data master {master_id}")
 
-    def database_id_for(self, key_id: int) -> bytes:
-        """Return the database id for the contexts of data keys that data master *key_id* wraps."""
-        if self.separation is not None and key_id in self.separation.master_ids:
+    def database_id_for(self, master_id: int) -> bytes:
+        """Return the database id for the contexts of data keys that this data master wraps."""
+        if self.separation is not None and master_id in self.separation.master_ids:
             return self.separation.old_id
         return self.database_id
 
@@ -424,13 +425,13 @@ class _KeyringBuilder:
 def _fault(row: MasterKeyRow) -> str | None:
     """Return why *row*, in which values may have any type, is malformed; None if it is not."""
     row_id, purpose, root_key_id, created_at, wrapped = cast("tuple[object, ...]", row)
-    if type(row_id) is not int or row_id not in _INTEGERS:
+    if type(row_id) is not int or row_id not in _INT63_RANGE:
         return "its id is not an integer of 63 bits"
     if not isinstance(purpose, str) or purpose not in (INDEX_MASTER, DATA_MASTER):
         return f"its purpose is neither {INDEX_MASTER!r} nor {DATA_MASTER!r}"
     if not isinstance(root_key_id, str) or not 0 < len(root_key_id) <= MAX_KEY_ID_LENGTH:
         return f"its root_key_id is not a text of 1 to {MAX_KEY_ID_LENGTH} characters"
-    if type(created_at) is not int or created_at not in _INTEGERS:
+    if type(created_at) is not int or created_at not in _INT63_RANGE:
         return "its created_at is not an integer of 63 bits"
     if not isinstance(wrapped, bytes):
         return "its wrapped key is not bytes"

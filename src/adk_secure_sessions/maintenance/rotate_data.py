@@ -368,8 +368,8 @@ def _decrypt(
     keys: TransactionKeys, owner: bytes, context: bytes, table: SealedTable[Any], stored: bytes
 ) -> bytes:
     """Decrypt *stored*, check its flags as a reader does, and return its plaintext with them."""
-    unpacker = reject_flags if table.table is witnesses else keep_packed
-    return keys.open_with_flags(owner, context, stored, unpacker)
+    handler = reject_flags if table.table is witnesses else keep_packed
+    return keys.open_with_flags(owner, context, stored, handler)
 
 
 # The records to replace and the new ones, by table.

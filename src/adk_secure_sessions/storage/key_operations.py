@@ -172,7 +172,7 @@ class RenewKey(Write[RenewedKey]):
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)
         if current is None or current.created_at < self.not_before or not is_newest:
-            owner_changes.add_data_key(row.tag, self.not_before)
+            owner_changes.require_new_data_key(row.tag, self.not_before)
         elif owner.key_ids == (current.id,):
             return RenewedKey()
         owner_changes.store_next_version(owner._replace(key_ids=()))

@@ -85,7 +85,7 @@ _SOURCES = (KeySource.CACHE, KeySource.QUERY)
 _SOURCES_WITH_KEY_DATABASE = (KeySource.CACHE, KeySource.KEY_DATABASE, KeySource.KEY_DATABASE)
 
 
-class KeyRetryState:
+class KeySearch:
     """What the attempts at one operation have tried to get their keys, and what they may try."""
 
     # The source of this attempt, then those to try if the attempt lacks a data key.
@@ -112,7 +112,7 @@ class Attempt(NamedTuple):
     executors: Executors
     identity: Identity
     keys: TransactionKeys
-    key_retries: KeyRetryState  # all attempts at one operation share and change it
+    key_search: KeySearch  # all attempts at one operation share and change it
     row_cache: RowCache
     key_source: KeySource
     may_use_cached_rows: bool  # instead of a read: in a first attempt, with cached keys
@@ -124,8 +124,8 @@ class Attempt(NamedTuple):
     @property
     def unknown_key_is_final(self) -> bool:
         """Whether another attempt would raise UnknownKeyError again."""
-        retries = self.key_retries
-        return len(retries.sources) == 1 and not retries.needs_keyring(self.keys)
+        search = self.key_search
+        return len(search.sources) == 1 and not search.needs_keyring(self.keys)
 
     def after_commit(self, call: Callable[[], None]) -> None:
         """Call *call*, for example to cache a row: in a write after the commit, in a read now."""
@@ -158,7 +158,7 @@ class Attempt(NamedTuple):
 
     async def read(self, query: sql.QueryVariants, **parameters: object) -> sql.QueryRows:
         """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
-        values = {**self.identity.tags(), **parameters}
+        values = {**self.identity.tag_parameters(), **parameters}
         answer = await self.executors.data_db.read(self.variant_of(query), values)
         return self.unwrap_rows(query, answer)
 
@@ -223,7 +223,7 @@ class StorageOperation(ABC, Generic[T_co]):
 
 class _OpenState(NamedTuple):
     """The keys of the database, and the caches of a runner, which are emptied at the time
-    *expires* (monotonic seconds).
+    *emptied_at* (monotonic seconds).
     """
 
     keys: DatabaseKeys
@@ -231,7 +231,7 @@ class _OpenState(NamedTuple):
     # Of sessions and collections, by their ids; and any one of each user, by app name and user id.
     identities: Lru[tuple[object, ...], Identity]
     objects: dict[object, Any]  # see `OperationRunner.cached_object`
-    expires: float
+    emptied_at: float
     # The timers that empty the caches.  A strong reference would keep the event loop in memory.
     timers: "WeakKeyDictionary[asyncio.AbstractEventLoop, ref[asyncio.TimerHandle]]"
 
@@ -310,15 +310,15 @@ class OperationRunner:
         made: T = opened.objects[key]
         return made
 
-    def empty_caches(self, expires: float | None = None) -> None:
+    def empty_caches(self, emptied_at: float | None = None) -> None:
         """Empty the caches of unwrapped data keys, decrypted rows and ids; keep the keyring.
 
-        If *expires* is given, empty only caches that expire at this time (monotonic seconds).
+        If *emptied_at* is given, empty only caches that are due at this time (monotonic seconds).
         """
-        if (opened := self._opened) is not None and expires in (None, opened.expires):
+        if (opened := self._opened) is not None and emptied_at in (None, opened.emptied_at):
             new = self._with_empty_caches(opened.keys.keyring)
-            if expires is None:  # the running timers stay
-                new = new._replace(expires=opened.expires, timers=opened.timers)
+            if emptied_at is None:  # the running timers stay
+                new = new._replace(emptied_at=opened.emptied_at, timers=opened.timers)
             self._opened = new
 
     async def close(self) -> None:
@@ -365,28 +365,28 @@ class OperationRunner:
     async def _run_with_retries(self, operation: StorageOperation[T], opened: _OpenState) -> T:
         """Attempt *operation* until it succeeds, and return its result."""
         identity, database_keys = operation.identity, opened.keys
-        are_cached = database_keys.knows(identity.app_tag, identity.user_tag)
+        are_cached = database_keys.has_cached_keys_of(identity.app_tag, identity.user_tag)
         if measured_call := telemetry.current_call():
             measured_call.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
-        key_retries, retries = KeyRetryState(), None
+        key_search, retries = KeySearch(), None
         sources = _SOURCES_WITH_KEY_DATABASE if self.executors.has_key_database else _SOURCES
         may_use_cached_rows = are_cached and not operation.needs_fresh_keys
-        key_retries.sources = sources if may_use_cached_rows else sources[1:]
+        key_search.sources = sources if may_use_cached_rows else sources[1:]
         row_cache = RowCache(0) if operation.bypasses_row_cache else opened.row_cache
         while True:
-            source = key_retries.sources[0]
+            source = key_search.sources[0]
             keys = TransactionKeys(
                 database_keys,
-                keyring_was_reread=key_retries.rereads > 0,
+                keyring_was_reread=key_search.rereads > 0,
                 uses_cache=source is KeySource.CACHE,
-                key_ids_of_earlier_attempts=key_retries.new_key_ids,
+                key_ids_of_earlier_attempts=key_search.new_key_ids,
                 packing=self.packing,
             )
             attempt = Attempt(
                 self.executors,
                 identity,
                 keys,
-                key_retries,
+                key_search,
                 row_cache,
                 source,
                 may_use_cached_rows,
@@ -410,7 +410,7 @@ class OperationRunner:
                         raise
                 else:
                     keys.publish()
-                    for row in key_retries.unconfirmed_keys:
+                    for row in key_search.unconfirmed_keys:
                         if keys.has_accepted(row):
                             _record_data_key(database_keys.keyring, row)
                     _cache_identity(opened, row_cache, identity)
@@ -420,7 +420,7 @@ class OperationRunner:
                 # another process may have caused the conflict by changing the keyring.
                 if keys.new_rows and isinstance(error, Conflict):
                     await self.reread_keyring(database_keys, keys.keyring)
-                key_retries.unconfirmed_keys += tuple(keys.new_rows)
+                key_search.unconfirmed_keys += tuple(keys.new_rows)
                 retries = retries or Retries(
                     writes=operation.writes, max_conflicts=operation.max_conflicts
                 )
@@ -432,22 +432,22 @@ class OperationRunner:
         """Get the keys whose lack made *attempt* raise *error*; return False if there are none left
         to try.
         """
-        key_retries, keys = attempt.key_retries, attempt.keys
+        key_search, keys = attempt.key_search, attempt.keys
         if isinstance(error, NeedsDataKey):
-            if len(key_retries.new_key_ids) == _NEW_KEYS:
+            if len(key_search.new_key_ids) == _NEW_KEYS:
                 raise SecureSessionError(
                     f"{_NEW_KEYS} new data keys were created, and another one is needed: try again",
                     retryable=True,
                 ) from None
             row = await self._store_data_key(keys, error)
-            key_retries.new_key_ids += (row.id,)
+            key_search.new_key_ids += (row.id,)
             telemetry.count_retry("new_key")
-        elif isinstance(error, StaleKeyring) or key_retries.needs_keyring(keys):
+        elif isinstance(error, StaleKeyring) or key_search.needs_keyring(keys):
             await self.reread_keyring(database_keys, keys.keyring)
-            key_retries.rereads += 1
+            key_search.rereads += 1
             telemetry.count_retry("keyring")
-        elif len(key_retries.sources) > 1:
-            key_retries.sources = key_retries.sources[1:]
+        elif len(key_search.sources) > 1:
+            key_search.sources = key_search.sources[1:]
             telemetry.count_retry("unknown_key")
         else:
             return False
@@ -513,7 +513,7 @@ class OperationRunner:
         opened = self._opened
         if opened is None:
             opened = await self._open()
-        elif time.monotonic() >= opened.expires:
+        elif time.monotonic() >= opened.emptied_at:
             self._opened = opened = self._with_empty_caches(opened.keys.keyring)
         self._start_timer(opened)
         if self.before_use is not None:
@@ -527,8 +527,8 @@ class OperationRunner:
         """
         loop = asyncio.get_running_loop()
         if loop not in opened.timers:
-            seconds = opened.expires - time.monotonic()
-            opened.timers[loop] = ref(call_later(seconds, self.empty_caches, opened.expires))
+            seconds = opened.emptied_at - time.monotonic()
+            opened.timers[loop] = ref(call_later(seconds, self.empty_caches, opened.emptied_at))
 
     async def _open(self) -> _OpenState:
         async with self._locks.lock("open"):

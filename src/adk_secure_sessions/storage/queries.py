@@ -117,11 +117,11 @@ DATA_KEYS: sa.Select[Any] = sa.select(data_keys.c.id, *map(null_if_invalid, list
 
 
 # The type of the rows of each kind, and the function that selects their values.
-_ROW_MAKERS: list[tuple[Any, Callable[[Row], Any]]] = []
+_ROW_LAYOUTS: list[tuple[Any, Callable[[Row], Any]]] = []
 
 
 class RowKind:
-    """A kind of rows in a UNION ALL; *number* is its position in `_ROW_MAKERS`.
+    """A kind of rows in a UNION ALL; *number* is its position in `_ROW_LAYOUTS`.
 
     All SELECTs of a UNION ALL have the same columns: the number of the kind, 8 integers (padded
     with zeros) and 3 binary values (padded with NULL).
@@ -136,8 +136,8 @@ class RowKind:
             values, offset = (self._integers, 0) if is_integer else (self._blobs, _INTEGERS)
             values.append(column)
             positions.append(offset + len(values))
-        self.number: int = len(_ROW_MAKERS)
-        _ROW_MAKERS.append((row_type, itemgetter(*positions)))
+        self.number: int = len(_ROW_LAYOUTS)
+        _ROW_LAYOUTS.append((row_type, itemgetter(*positions)))
 
     def select(
         self, *conditions: sa.ColumnElement[bool], extra_integer: Any = None, extra_blob: Any = None
@@ -571,7 +571,7 @@ UPDATE_WITNESS = _update(witnesses, _equal(witnesses, "at", "tag", "number"), "n
 # PostgreSQL runs both deletions in one statement.
 _SESSION_AT = _equal(sessions, "at")
 CHANGED_BY_APPEND = ("revision", "base_revision", "updated_at", "expires_at", "state")
-get_changed: Callable[[SessionRow], Any] = attrgetter(*CHANGED_BY_APPEND[:-1], "record")
+values_after_append: Callable[[SessionRow], Any] = attrgetter(*CHANGED_BY_APPEND[:-1], "record")
 UPDATE_SESSION = _update(sessions, _SESSION_AT, *CHANGED_BY_APPEND)
 # Replaces a session by another session with the same id.  The row gets another row id, so the
 # events of the old session belong to no row.
@@ -611,7 +611,7 @@ class QueryRows:
                 self.last_seqs[row[1]] = row[_LAST_SEQ]
                 if row[_WITNESS] is not None:  # of a listing
                     listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_WITNESS])))
-            kind, values = _ROW_MAKERS[number]
+            kind, values = _ROW_LAYOUTS[number]
             kinds[number].append(make(kind, values(row)))
         self.apps: list[AppRow]
         self.users: list[UserRow]

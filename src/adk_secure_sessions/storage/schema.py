@@ -440,7 +440,7 @@ class Identity(NamedTuple):
     def ids(self) -> tuple[str, str, str]:
         return self.app_name, self.user_id, self.session_id
 
-    def tags(self) -> dict[str, object]:
+    def tag_parameters(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
         return {"app_tag": self.app_tag, "user_tag": self.user_tag, "session_tag": self.session_tag}
 

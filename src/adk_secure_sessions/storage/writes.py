@@ -167,7 +167,7 @@ class OwnerChanges:
         self.changes.append(_witness_change(old.version, witness))
         return owner
 
-    def add_data_key(self, owner_tag: bytes, not_before: int = 0) -> None:
+    def require_new_data_key(self, owner_tag: bytes, not_before: int = 0) -> None:
         """Create a data key and add the change that stores it; with a key database, make
         `OperationRunner.run` store one before the next attempt.
         """
@@ -213,7 +213,7 @@ class OwnerChanges:
             )
         self._keys.choose_current(owner_tag, ())
         if self._keys.current(owner_tag) is None:
-            self.add_data_key(owner_tag)
+            self.require_new_data_key(owner_tag)
 
     def _guard_current_key(self, owner_tag: bytes, *changed_records: bytes) -> None:
         """Make sure that `retire` cannot delete the owner's current data key before the commit.
@@ -237,7 +237,7 @@ class OwnerChanges:
             keys.key_of(owner_tag, record)
         current = keys.current(owner_tag)
         if current is None or self._attempt.key_source is KeySource.KEY_DATABASE:
-            self.add_data_key(owner_tag)
+            self.require_new_data_key(owner_tag)
         else:
             locked = {"at_id": current.id, "generation": current.generation}
             self.changes.append(Change(sql.TOUCH_DATA_KEY, locked))
@@ -261,7 +261,7 @@ class Write(StorageOperation[T]):
     writes = True
     audited_as: ClassVar[str]
 
-    always_locks_rows: bool = field(default=False, init=False)
+    always_locks_rows = False
     lock_queries: Sequence[sa.Executable] = field(
         default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False
     )
@@ -288,7 +288,7 @@ class Write(StorageOperation[T]):
 
     def _locked_steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[T]:
         for query in self.lock_queries:
-            yield Read(query, attempt.identity.tags())
+            yield Read(query, attempt.identity.tag_parameters())
         return (yield from self.steps(attempt, owner_changes))
 
     @abstractmethod
@@ -328,10 +328,11 @@ class CreateSession(Write[SessionWithStates]):
         app = owner_changes.upsert_app(app, self.app_delta)
         changed = owner_changes.upsert_user(user, app.row.id, self.user_delta)
         session, other_inserts = self._new_session(attempt, changed.row.id)
-        row = Change(sql.INSERT_SESSION, as_parameters(session.row))
+        columns = as_parameters(session.row)
+        insert = Change(sql.INSERT_SESSION, columns)
         if changed == user:  # the user is stored, and no change updates the row
-            row = insert_if_unchanged(user, row, sql.INSERT_SESSION_OF_USER)
-        yield from apply_or_conflict([*owner_changes.changes, row, *other_inserts])
+            insert = insert_if_unchanged(sql.INSERT_SESSION_OF_USER, columns, user)
+        yield from apply_or_conflict([*owner_changes.changes, insert, *other_inserts])
         return SessionWithStates(session, changed.user_id, app.state, changed.state)
 
     def _create_from_cache(
@@ -436,7 +437,7 @@ class AppendEvent(Write[StoredSession]):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[StoredSession]:
         event = self.event
         cached = self._cached_session(attempt)
-        if cached and (appended := self._build_append(attempt, cached)):
+        if cached and (appended := self._prepare_append(attempt, cached)):
             changes, updated = appended
             if not (yield Apply(changes)):
                 raise CachedRowOutdated
@@ -454,7 +455,7 @@ class AppendEvent(Write[StoredSession]):
             app = sealed_rows.require_app(sealed_rows.open_app(attempt, rows), user)
             owner_changes.upsert_app(app, event.app_delta)
         owner_changes.update_owner(user, session.row.record, delta=event.user_delta)
-        appended = self._build_append(attempt, session)
+        appended = self._prepare_append(attempt, session)
         assert appended is not None, "its snapshot was read"
         changes, updated = appended
         yield from apply_or_conflict(changes + owner_changes.changes)
@@ -470,7 +471,7 @@ class AppendEvent(Write[StoredSession]):
         is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.record)
         return cached if is_usable else None
 
-    def _build_append(
+    def _prepare_append(
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[Changes, StoredSession] | None:
         """Return the changes that append the event to *session*, and the updated session; None if a
@@ -502,7 +503,7 @@ class AppendEvent(Write[StoredSession]):
             new = new._replace(snapshot=None)  # it may be large
         new = sealed_rows.seal_session(attempt, new)
         values = as_parameters(old, "at_")
-        values.update(zip(sql.CHANGED_BY_APPEND, sql.get_changed(new.row), strict=True))
+        values.update(zip(sql.CHANGED_BY_APPEND, sql.values_after_append(new.row), strict=True))
         changes.insert(0, Change(sql.UPDATE_SESSION, values))
         if event.session_delta and attempt.keys.keyring.indexed_key_tags:
             value_tags = index_rows.entries(attempt, "", event.session_delta)
@@ -542,7 +543,7 @@ class DeleteSession(Write[bool | None]):
         tag = attempt.identity.session_tag
         cached = attempt.row_cache.verified_session(tag) if attempt.may_use_cached_rows else None
         if cached and self.condition is None:
-            if not (yield Apply(self._build_deletion(attempt, cached))):
+            if not (yield Apply(self._prepare_deletion(attempt, cached))):
                 raise CachedRowOutdated
             return True
         rows = yield from read_rows(attempt)
@@ -555,10 +556,10 @@ class DeleteSession(Write[bool | None]):
             return None
         if self.condition is not None and not self.condition(session):
             return False
-        yield from apply_or_conflict(self._build_deletion(attempt, session))
+        yield from apply_or_conflict(self._prepare_deletion(attempt, session))
         return True
 
-    def _build_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
+    def _prepare_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
         """Return the changes that delete *session*, beginning with its row: a concurrent append
         waits for the lock of that row, then finds no row, and adds no event.
         """
@@ -578,18 +579,18 @@ def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     return changes + index_rows.removal_changes(attempt, session.row.id)
 
 
-def insert_if_unchanged(user: Owner, insert: Change, statement: sa.Insert) -> Change:
-    """Return *insert* with *statement*, an INSERT that matches no row unless the user's row is as
-    *user* was read.  Use it if no other change of the transaction checks that row.
+def insert_if_unchanged(statement: sa.Insert, columns: dict[str, object], user: Owner) -> Change:
+    """Return the change that inserts *columns* with *statement*, which matches no row unless the
+    row of *user* is as it was read.  Use it if no other change of the transaction checks that row.
     """
-    return Change(statement, {**insert.parameters, **as_parameters(user.row, "user_")})
+    return Change(statement, {**columns, **as_parameters(user.row, "user_")})
 
 
 def read_rows(
     attempt: Attempt, query: QueryVariants = sql.SESSION_WITHOUT_EVENTS
 ) -> Steps[QueryRows]:
     """Read the rows of *query* in a transaction, and unwrap the data keys among them."""
-    parameters = {**attempt.identity.tags(), "limit": 1}
+    parameters = {**attempt.identity.tag_parameters(), "limit": 1}
     return attempt.unwrap_rows(query, (yield Read(attempt.variant_of(query), parameters)))
 
 

@@ -172,10 +172,10 @@ class ReplaceItems(writes.AppendEvent):
                 self._rows[row[EVENT_SEQ]] = row
         return (yield from super().steps(attempt, owner_changes))
 
-    def _build_append(
+    def _prepare_append(
         self, attempt: Attempt, session: StoredSession
     ) -> tuple[writes.Changes, StoredSession] | None:
-        if appended := super()._build_append(attempt, session):
+        if appended := super()._prepare_append(attempt, session):
             appended[0].extend(self._build_replacement(attempt, seq) for seq in self.replaced)
         return appended
 

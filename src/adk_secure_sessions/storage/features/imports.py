@@ -209,7 +209,7 @@ class _Import(Write[T]):
     def _is_unchanged(self, row: MigratedRow) -> bool:
         return hmac.compare_digest(row.source, self.source)
 
-    def _checked(
+    def _final_status(
         self, status: ImportStatus, stored: StoredSession | Owner | None, row: MigratedRow
     ) -> ImportStatus:
         """Return *status*, which an import has without `replace` as a conflict if it is outdated.
@@ -269,7 +269,7 @@ class ImportSession(_Import[ImportStatus]):
         if row:
             copy = CheckedMigratedRow(row, session and session.id_and_revision, self.macs)
             status = copy.status(is_unchanged=self._is_unchanged(row))
-            status = self._checked(status, session, row)
+            status = self._final_status(status, session, row)
             if status.is_due and session and user:
                 yield from self._replace_session(attempt, owner_changes, user, session, row)
             return status
@@ -300,7 +300,7 @@ class ImportSession(_Import[ImportStatus]):
         columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
         insert = Change(sql.IMPORT_SESSION, columns)
         if changed == user:
-            insert = insert_if_unchanged(user, insert, sql.IMPORT_SESSION_OF_USER)
+            insert = insert_if_unchanged(sql.IMPORT_SESSION_OF_USER, columns, user)
         # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
         # then sees that tombstone.
         remember = Change(sql.INSERT_MIGRATED, as_parameters(row))
@@ -372,7 +372,7 @@ class ImportOwnerState(_Import[ImportStatus]):
             # Therefore, the states are compared and not the versions.
             is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
             status = _STATUS[self._is_unchanged(row), is_untouched]
-            status = self._checked(status, owner, row)
+            status = self._final_status(status, owner, row)
             if not status.is_due:
                 return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:
@@ -422,9 +422,9 @@ class AddTombstone(Write[None]):
 class _DeleteCopy(DeleteSession):
     """Also delete the row of `secure_migrated`, so that a session of this id can be imported."""
 
-    def _build_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
+    def _prepare_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
         row = Change(sql.DELETE_MIGRATED, {"at_tag": session.row.tag}, must_match_one_row=False)
-        return [*super()._build_deletion(attempt, session), row]
+        return [*super()._prepare_deletion(attempt, session), row]
 
 
 def add_tombstone_of_user(tombstone: MigratedRow, connection: sa.Connection) -> None:

@@ -198,7 +198,8 @@ class CorrectIndexRows(Write[int]):
             return 0
         row_id, differences = compared
         # The row is locked already: on a cluster, this also claims it.
-        yield Read(sql.HOLD_USER if self.of_user else sql.HOLD_SESSION, attempt.identity.tags())
+        claim = sql.HOLD_USER if self.of_user else sql.HOLD_SESSION
+        yield Read(claim, attempt.identity.tag_parameters())
         yield from apply_or_conflict(differences.changes(row_id))
         return differences.total
 
