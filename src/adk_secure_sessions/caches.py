@@ -19,7 +19,7 @@ class Caches:
 
     Args:
         sessions: Maximum number of sessions to cache, of users, and of apps, without their events.
-            Appending to a cached session needs no read.
+            Most appends to a cached session need no read.
         data_keys: Maximum number of users and apps whose data keys are cached.
         events: Maximum size of the cache of decrypted events, in bytes; 0 for no such cache.  A
             read of a cached session reads and decrypts only the events that were stored since the

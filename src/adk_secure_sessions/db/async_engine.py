@@ -50,8 +50,9 @@ _POOLER = (
 class AsyncEngineExecutor:
     """Runs transactions on a SQLAlchemy engine; see `protocol.Executor`.
 
-    Each call runs in its own task.  A cancelled caller waits until the task has ended.  If
-    *owns_engine* is True, this package has created the engine, and `close` disposes of it.
+    Each call, except `AsyncpgExecutor.read`, runs in its own task; a cancelled caller waits until
+    it has ended.  If *owns_engine* is True, this package has created the engine, and `close`
+    disposes of it.
 
     Only one event loop at a time uses the engine.  With the driver of a server, a connection works
     only in the event loop that opened it.

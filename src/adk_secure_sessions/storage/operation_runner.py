@@ -1,8 +1,8 @@
 """The runner repeats an operation until it has all its keys and meets no conflict.
 
 It owns the executors, the unwrapped keys and the caches of rows and events.  docs/architecture.md,
-"The operation runner", says when it repeats an attempt.  The limits and pauses of these repetitions
-are in `db.protocol.Retries`.
+"The operation runner", says when it repeats an attempt.  The limits and pauses after a conflict or
+a lost connection are in `db.protocol.Retries`, the other limits in this module.
 """
 
 import asyncio
@@ -204,16 +204,14 @@ class NeedsDataKey(Exception):
 
 @dataclass(eq=False, repr=False)
 class StorageOperation(ABC, Generic[T_co]):
-    """A read or write of the rows of *identity*, for `OperationRunner.run`.
+    """A read or write of the rows of *identity*, for `OperationRunner.run`."""
 
-    With *bypasses_row_cache*, each row is decrypted, even if it was cached: its data key may have
-    been deleted or tampered with since.
-    """
-
-    needs_fresh_keys = False
+    needs_fresh_keys = False  # whether no attempt uses cached data keys
+    # Whether each row is decrypted, even if it was cached: its data key may have been deleted or
+    # tampered with since.
     bypasses_row_cache = False
     writes = False
-    max_conflicts = MAX_CONFLICTS
+    max_conflicts = MAX_CONFLICTS  # after so many, the operation raises an error
 
     identity: Identity
 

@@ -253,9 +253,9 @@ class Write(StorageOperation[T]):
     """Base class of operations that consist of one transaction on the data database.
 
     In the audit trail, *audited_as* says what the transaction changes.  With *always_locks_rows*,
-    each attempt locks rows before it reads them, and all its requests are one transaction.
-    Otherwise, asyncpg commits each request separately.  All writes run `lock_queries` in the order
-    session, app, user: with different orders, two of them could wait for each other.
+    or after several conflicts, an attempt runs `lock_queries` before it reads rows, and all its
+    requests are one transaction.  Otherwise, asyncpg commits each request separately.  Rows are
+    locked in the order session, app, user: otherwise, two writes could wait for each other.
     """
 
     writes = True

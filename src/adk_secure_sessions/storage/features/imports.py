@@ -420,7 +420,7 @@ class AddTombstone(Write[None]):
 
 
 class _DeleteCopy(DeleteSession):
-    """Also delete the row of `secure_migrated`, so that a session of this id can be imported."""
+    """Delete a session and its row of `secure_migrated`: its id can then be imported again."""
 
     def _prepare_deletion(self, attempt: Attempt, session: StoredSession) -> Changes:
         row = Change(sql.DELETE_MIGRATED, {"at_tag": session.row.tag}, must_match_one_row=False)
