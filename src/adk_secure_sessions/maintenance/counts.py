@@ -51,10 +51,10 @@ class RecordCount(NamedTuple):
     rows: int
     under_current: int
 
-    def cells(self, under: str) -> tuple[object, ...]:
-        """Return the cells of a line; *under* says which keys `under_current` counts."""
+    def cells_under(self, label: str) -> tuple[object, ...]:
+        """Return the cells of a line; *label* says which keys `under_current` counts."""
         percent = f"{100 * self.under_current // max(self.rows, 1)}%"  # 100% means all rows
-        current = f"{self.under_current} {under}"
+        current = f"{self.under_current} {label}"
         return self.table, backend_name(self.backend_id), self.rows, current, percent
 
 
@@ -95,7 +95,7 @@ async def estimate_rows(db: Database, *tables: sa.Table) -> int:
     total = 0
     for table in tables:
         query = _SUM_OF_REVISIONS if table is events else select_count(table)
-        ((count,),) = await db.reader_of(table)(query, {})
+        ((count,),) = await db.read_function_for(table)(query, {})
         total += clamped(count)
     return total
 

@@ -222,7 +222,7 @@ class Database(HoldsSecrets, ClosedByWith):
         await self.runner.reread_keyring(database_keys, database_keys.keyring)
         return database_keys.keyring
 
-    def reader_of(
+    def read_function_for(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
         """Return the function that reads *table*, a key table or another one."""
@@ -259,7 +259,7 @@ class Database(HoldsSecrets, ClosedByWith):
         return await open_surveyed(self.runner.executors, survey, self.runner.backends, known)
 
 
-def reject_wrapper(survey: Survey, command: str) -> None:
+def require_no_wrapper(survey: Survey, command: str) -> None:
     if FeatureName.WRAPPER in survey.features:
         raise ConfigurationError(
             f"EncryptedSessionWrapper uses this database, and `{command}` cannot see the records "

@@ -150,7 +150,7 @@ async def record_headers(
         parameters["row"] = _parse_row(table, row)
     column = _RECORD_COLUMNS[table]
     source = column.table
-    rows = await db.reader_of(source)(_select_headers(column, row is not None), parameters)
+    rows = await db.read_function_for(source)(_select_headers(column, row is not None), parameters)
     found = []
     for length, header, root_key_id, is_collection, *key in rows:
         name = key_text(*key)

@@ -30,7 +30,7 @@ from adk_secure_sessions.db.protocol import RetryingExecutor
 from adk_secure_sessions.errors import ConfigurationError, Reason, SecureSessionError, TamperedError
 from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
-from adk_secure_sessions.maintenance.database import Database, reject_wrapper
+from adk_secure_sessions.maintenance.database import Database, require_no_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import each
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
@@ -245,7 +245,7 @@ class _Move:
         The move overwrites the keys in the target.  So each of them must also be in the source.
         """
         source, target = state.source, state.target
-        reject_wrapper(source, "move-keys")
+        require_no_wrapper(source, "move-keys")
         if self._to_key_db and target.database_id is not None:
             load_features(target, state.keyring)
             if FeatureName.MOVING not in target.features:

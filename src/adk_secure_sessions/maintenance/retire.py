@@ -17,7 +17,7 @@ from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
 from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
-from adk_secure_sessions.maintenance.database import Database, reject_wrapper
+from adk_secure_sessions.maintenance.database import Database, require_no_wrapper
 from adk_secure_sessions.maintenance.problems import CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
@@ -137,7 +137,7 @@ async def retire(
             decrypted, for example because its backend is not listed; nothing was deleted.
     """
     await db.reread_keyring()  # a later release may have added a feature, which this call rejects
-    reject_wrapper(await db.survey_existing(), "retire")
+    require_no_wrapper(await db.survey_existing(), "retire")
     await reject_orphans(db)
     throttle = Meter(rate=rows_per_second)
     await _reject_unreadable_sessions(db, throttle)
@@ -194,7 +194,7 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
 # --- data keys -----------------------------------------------------------------------------------
 
 
-class _DividedKeys(NamedTuple):
+class _KeysByUse(NamedTuple):
     """The replaced data keys of an owner, and the number of its spare keys."""
 
     kept: list[KeptKey]
@@ -204,27 +204,27 @@ class _DividedKeys(NamedTuple):
 
 async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
-) -> _DividedKeys:
+) -> _KeysByUse:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.runner.read_data_keys_with_retries([owner_tag])).data_keys
     try:
         ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
-        return _divide_keys(rows, (), None)
+        return _split_by_use(rows, (), None)
     if ids_and_headers is None:  # no row needs a key: `reject_orphans` has found none
-        return _DividedKeys([], [])
+        return _KeysByUse([], [])
     named_ids, decrypted_headers = ids_and_headers
     has_key_database = db.runner.executors.has_key_database
 
     deleted: list[DataKeyRow] = []
 
-    def divide_and_delete(connection: sa.Connection) -> _DividedKeys:
+    def divide_and_delete(connection: sa.Connection) -> _KeysByUse:
         """Find the unused keys; delete them, except in a dry run or with a key database."""
         nonlocal deleted
         stored, headers = _lock_and_count(owner_tag, rows, dry_run, has_key_database, connection)
         if headers is not None:
             headers |= decrypted_headers
-        divided = _divide_keys(stored, named_ids, headers)
+        divided = _split_by_use(stored, named_ids, headers)
         if divided.unused and not has_key_database and not dry_run:
             _delete_keys(divided.unused, connection)
         deleted = [row for row in deleted if row not in stored] + divided.unused
@@ -303,9 +303,9 @@ def _lock_and_count(
     return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
-def _divide_keys(
+def _split_by_use(
     rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: key_operations.HeaderCounts | None
-) -> _DividedKeys:
+) -> _KeysByUse:
     """Divide an owner's replaced data keys into kept and unused.
 
     *named_ids* are the ids in the owner's row.
@@ -320,10 +320,10 @@ def _divide_keys(
       owner got a data key, since the records were decrypted.
     """
     if not rows:
-        return _DividedKeys([], [])
+        return _KeysByUse([], [])
     older, _current, newer = split_at_current(rows, named_ids)
     if headers is None:
-        return _DividedKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _KeysByUse([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
     for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
@@ -338,7 +338,7 @@ def _divide_keys(
             unused.append(row)
     used_newer = [row for row in newer if uses[row.id]]
     kept += [KeptKey(data_keys.name, row.id, tuple(uses[row.id])) for row in used_newer]
-    return _DividedKeys(kept, unused, len(newer) - len(used_newer))
+    return _KeysByUse(kept, unused, len(newer) - len(used_newer))
 
 
 def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:

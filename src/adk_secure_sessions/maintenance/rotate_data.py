@@ -149,7 +149,7 @@ class _EncryptedRecord(NamedTuple):
         return key_text(*self.key)
 
 
-async def _records_of_owner(
+async def _choose_key_and_read_owner(
     db: Database, keys: TransactionKeys, table: SealedTable[Any], row: OwnerRow
 ) -> list[_EncryptedRecord] | None:
     """Return the records of the row and the version witness of an app or user.
@@ -261,7 +261,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         if not self._dry_run:
             await self._renew_key(app_name, tag, of_user=table is _USERS)
         keys = await self._db.runner.unwrap_data_keys(tag)
-        records = await _records_of_owner(self._db, keys, table, row)
+        records = await _choose_key_and_read_owner(self._db, keys, table, row)
         if records is None:
             return  # the owner was deleted since its tag was read
         if keys.current(tag) is None and not self._dry_run:

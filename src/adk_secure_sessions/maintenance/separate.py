@@ -25,7 +25,7 @@ from adk_secure_sessions.keys.keyring import (
     rewrap_master_key,
 )
 from adk_secure_sessions.maintenance.counts import count_records, select_count
-from adk_secure_sessions.maintenance.database import Database, reject_wrapper
+from adk_secure_sessions.maintenance.database import Database, require_no_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import retire
 from adk_secure_sessions.maintenance.rotate_data import rotate_data
@@ -172,7 +172,7 @@ async def _begin_separation(db: Database) -> None:
     """Store a new database id, bind all master keys to it, and delete old checkpoints."""
     survey, keyring = await db.survey_existing(), await db.keyring()
     load_features(survey, keyring)  # reject a tampered list: the new list contains its features
-    reject_wrapper(survey, "separate")
+    require_no_wrapper(survey, "separate")
     old_id, new_id = keyring.database_id, secrets.token_bytes(16)
     master_ids = frozenset(row.id for row in survey.master_rows if row.purpose == DATA_MASTER)
     if len(master_ids) > _MAX_OLD_MASTERS:

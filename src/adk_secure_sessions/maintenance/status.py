@@ -215,8 +215,8 @@ class Status(Result):
             spare = counted(self.spare_keys, "data key")
             yield f"{_INDENT}spare: {spare}; no row names them, and they encrypt nothing"
         is_rotating = any(run.name == "data" and run.done is not None for run in self.unfinished)
-        under = "under keys of the rotation" if is_rotating else "under current key"
-        yield from ("rows", *aligned([count.cells(under) for count in self.records], _INDENT))
+        label = "under keys of the rotation" if is_rotating else "under current key"
+        yield from ("rows", *aligned([count.cells_under(label) for count in self.records], _INDENT))
         if self.is_separating:
             again = _AGAIN.format("`separate`")
             yield f"unfinished separation, and services reject this copy; {again}"

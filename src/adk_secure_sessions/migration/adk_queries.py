@@ -97,7 +97,7 @@ _SESSION_EVENTS = ADK_SESSIONS.join(_EVENTS, sa.and_(*(key == id_ for key, id_ i
 
 T = TypeVar("T")
 # A session, its row, and the rows of its events.
-SessionWithRows = tuple[ListedSession, Row, list[Row]]
+SourceSessionRows = tuple[ListedSession, Row, list[Row]]
 # The keys of apps or users, each with the unconverted state.
 StateRows = Sequence[tuple[Ids, Any]]
 
@@ -242,7 +242,7 @@ class AdkQueries:
 
     def sessions_with_events(
         self, connection: sa.Connection, sessions: Sequence[ListedSession]
-    ) -> list[SessionWithRows]:
+    ) -> list[SourceSessionRows]:
         """Return each of *sessions* that is stored, with its row and the rows of its events."""
         keys = [session.ids for session in sessions]
         query = sa.select(*_SESSION_KEY, *_session_columns(self._text(ADK_SESSIONS.c.state)))
@@ -258,7 +258,7 @@ class AdkQueries:
 
     def sessions_with_prefix(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int
-    ) -> list[SessionWithRows]:
+    ) -> list[SourceSessionRows]:
         """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
         pairs = zip(_SESSION_KEY, key, strict=False)
         conditions = [is_exactly(self.dialect, column, name) for column, name in pairs]
@@ -291,7 +291,7 @@ class AdkQueries:
             query = query.where(self._is_one_of(_EVENT_KEY, keys))
         return connection.execute(query.order_by(_EVENTS.c.timestamp, tie_breaker)).all()
 
-    def convert_sessions(self, found: Sequence[SessionWithRows]) -> Contents:
+    def convert_sessions(self, found: Sequence[SourceSessionRows]) -> Contents:
         return {session[0]: try_convert(self.convert_session, *session) for session in found}
 
     def convert_states(self, rows: StateRows) -> States:

@@ -59,7 +59,7 @@ _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 
 # A session as rows of google-adk's tables: the parameters of the statements that insert the row of
 # the session, and those of its events.
-SessionRows = tuple[dict[str, object], list[dict[str, object]]]
+TargetRows = tuple[dict[str, object], list[dict[str, object]]]
 
 
 @hides_locals
@@ -103,7 +103,7 @@ class AdkTarget(ClosedByWith):
 
     # --- write -----------------------------------------------------------------------------------
 
-    def to_rows(self, ids: Ids, content: SessionContent) -> SessionRows:
+    def to_rows(self, ids: Ids, content: SessionContent) -> TargetRows:
         """Return the rows that google-adk reads as this session, or raise ConversionError."""
         app_name, user_id, session_id = ids
         self._check_texts(*ids)
@@ -124,7 +124,7 @@ class AdkTarget(ClosedByWith):
         self._keep_order(rows, content.events)
         return row, rows
 
-    async def insert(self, batch: Mapping[Ids, SessionRows]) -> dict[Ids, str]:
+    async def insert(self, batch: Mapping[Ids, TargetRows]) -> dict[Ids, str]:
         """Insert each session in whole or not at all; return the reason for each rejected one."""
         insert_all = partial(self._insert, batch=batch.values())
         if not batch or await self._rejection_of(insert_all) is None:
@@ -252,7 +252,7 @@ class AdkTarget(ClosedByWith):
 
     # --- statements ------------------------------------------------------------------------------
 
-    def _insert(self, connection: sa.Connection, batch: Collection[SessionRows]) -> None:
+    def _insert(self, connection: sa.Connection, batch: Collection[TargetRows]) -> None:
         connection.execute(
             self._insert_statement(v1.StorageSession), [session for session, _ in batch]
         )

@@ -118,24 +118,24 @@ async def erase_source(
     # `migrate` deletes no copy and replaces no state, and it replaces a session only by a version
     # that begins with all copied events.
     # An empty source is perhaps the wrong one, and ends no migration.
-    imports, has_ended = db.imports, comparison.mark_stored
-    is_new = has_ended and await imports.store_mark(source_is_erased=True)
+    imports, ends_migration = db.imports, comparison.mark_stored
+    has_stored_erased_mark = ends_migration and await imports.store_mark(source_is_erased=True)
     queries, executor = await source.queries(), source.writer()
-    # Also contains attempts whose connection was lost: they may have been committed.
-    attempts: list[tuple[int, int, int]] = []
+    # Also those of attempts whose connection was lost: they may have been committed.
+    deleted_counts: list[tuple[int, int, int]] = []
 
     def delete(connection: sa.Connection) -> bool:
-        is_unchanged = _is_unchanged(queries, run, connection)
+        is_unchanged = _lock_and_compare(queries, run, connection)
         if is_unchanged:
-            attempts.append(queries.delete_all(connection))
+            deleted_counts.append(queries.delete_all(connection))
         return is_unchanged
 
     async def attempt() -> bool:
-        number_before = len(attempts)
+        number_before = len(deleted_counts)
         try:
             return await executor.run_sync(delete)
         except Conflict:  # this attempt was rolled back
-            del attempts[number_before:]
+            del deleted_counts[number_before:]
             raise
 
     try:
@@ -143,15 +143,15 @@ async def erase_source(
         obstacles = await rewrite_tables(db, executor, ADK_TABLES) if is_deleted else []
     finally:
         await executor.close()
-        if attempts and has_ended:
+        if deleted_counts and ends_migration:
             # Another run at the same time may have deleted nothing, and replaced the mark.
             await imports.store_mark(source_is_erased=True)
-        elif is_new:
+        elif has_stored_erased_mark:
             await imports.withdraw_mark(source_is_kept=True)
     if not is_deleted:
         comparison.all_equal = comparison.mark_stored = False
         comparison.mark_withdrawn = await imports.withdraw_mark()
-        if attempts:
+        if deleted_counts:
             raise DatabaseError(
                 "an attempt to delete the source was interrupted, and somebody has written to it "
                 "since, so its rows may have been deleted or not: look at the source, and end "
@@ -159,10 +159,10 @@ async def erase_source(
             )
         return SourceErasure(comparison, source_changed=True)
     # The attempt after a committed one finds no rows.
-    return SourceErasure(comparison, *max(attempts), obstacles=tuple(obstacles))
+    return SourceErasure(comparison, *max(deleted_counts), obstacles=tuple(obstacles))
 
 
-def _is_unchanged(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
+def _lock_and_compare(queries: AdkQueries, run: ComparisonRun, connection: sa.Connection) -> bool:
     """Lock the tables, and return whether all sessions and states were compared in this version."""
     with dialect_of(connection).decoding(connection, bytes):
         queries.lock_tables(connection)

@@ -15,7 +15,7 @@ from adk_secure_sessions.formats.times import datetime_of
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, SessionRows, event_json
+from adk_secure_sessions.migration.adk_target import MISSING, AdkTarget, TargetRows, event_json
 from adk_secure_sessions.migration.encrypted_source import EncryptedSource, owner_state
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.source_scan import DigestSet
@@ -232,7 +232,7 @@ class _ExportToAdk(_ExportRun):
     async def _write_sessions(self, batch: Mapping[Ids, SessionContent]) -> None:
         """Write the sessions that the target does not have; compare the others."""
         failed: dict[Ids, str] = {}
-        suitable: dict[Ids, SessionRows] = {}
+        suitable: dict[Ids, TargetRows] = {}
         for ids, content in batch.items():
             try:
                 suitable[ids] = self._target.to_rows(ids, content)

@@ -37,7 +37,7 @@ from adk_secure_sessions.storage.features.imports import ImportStatus
 # server, each import uses a connection of the pool, which has 10.
 _IMPORTS_AT_ONCE, _IMPORTS_ON_SQLITE = 8, 32
 
-_READ_STATUSES = (ImportStatus.NEW, ImportStatus.OUTDATED)
+_STATUSES_TO_READ = (ImportStatus.NEW, ImportStatus.OUTDATED)
 
 
 @dataclass
@@ -175,7 +175,7 @@ async def migrate(
     result = Migration(deleted_gone=delete_gone)
     run = _MigrationRun(
         result,
-        SourceScan(source, db, index_master, selection, _READ_STATUSES),
+        SourceScan(source, db, index_master, selection, _STATUSES_TO_READ),
         db,
         findings,
         Meter(progress, number),

@@ -171,8 +171,8 @@ class SourceScan:
                     continue
                 ids = scanned.ids_or_error
                 has_expired = scanned.row.expires_at <= time_now()
-                is_others = has_apps and ids[0] not in self._app_names
-                if scanned.row.tag != tag or has_expired or is_others:
+                is_of_another_app = has_apps and ids[0] not in self._app_names
+                if scanned.row.tag != tag or has_expired or is_of_another_app:
                     continue
                 copy = (await self.target.imports.rows_for([ids])).get(ids)
                 if copy and copy.is_untouched:
