@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance.counts import estimate_rows, select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems, report_unlisted
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import each
+from adk_secure_sessions.maintenance.row_scan import flattened
 from adk_secure_sessions.results import Result, counter, listing, utc_text
 from adk_secure_sessions.storage.schema import audit_records
 from adk_secure_sessions.storage.table_walk import pages, rows_where
@@ -129,25 +129,25 @@ async def verify_audit(
     Raises:
         ConfigurationError: The database has no audit trail.
     """
-    trail = await _open_checker(db, progress, rows_per_second)
-    result = AuditVerification(heads=trail.read_logs(logs) if logs else None)
-    await trail.check_table()
-    async for chain, _ in trail.chains():
-        bad = trail.problems.count
-        await trail.check(chain)
-        result.chains += trail.problems.count == bad
-    if any(trail.missing_heads()):
+    checker = await _open_checker(db, progress, rows_per_second)
+    result = AuditVerification(heads=checker.read_logs(logs) if logs else None)
+    await checker.check_table()
+    async for chain, _ in checker.chains():
+        bad = checker.problems.count
+        await checker.check(chain)
+        result.chains += checker.problems.count == bad
+    if any(checker.missing_heads()):
         # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
         later = await _open_checker(db, None, rows_per_second)
         async for chain, _ in later.chains():
             await later.check(chain)
-        trail.purged_heads |= later.purged_heads
-    await trail.check_purged()
-    for row, detail in trail.missing_heads():
-        trail.add_bad(row, Reason.MISSING, detail)
-    trail.meter.finish()
-    result.records, result.purged = trail.records, len(trail.purged_heads)
-    return trail.problems.copy_into(result)
+        checker.purged_heads |= later.purged_heads
+    await checker.check_purged()
+    for row, detail in checker.missing_heads():
+        checker.add_bad(row, Reason.MISSING, detail)
+    checker.meter.finish()
+    result.records, result.purged = checker.records, len(checker.purged_heads)
+    return checker.problems.copy_into(result)
 
 
 @audit.audited_command
@@ -178,7 +178,7 @@ async def export_audit(
         raise ConfigurationError("since and until must have a time zone")
     first_time = 0 if since is None else microseconds_of(since)
     end_time = _MAX_INT64 if until is None else microseconds_of(until)
-    trail = await _open_checker(db, progress, None)
+    checker = await _open_checker(db, progress, None)
     result = AuditExport()
 
     def export(chain: bytes, number: int, moment: int, fields: dict[str, Any]) -> None:
@@ -187,11 +187,11 @@ async def export_audit(
             write(line.encode("ascii") + b"\n")
             result.records += 1
 
-    await trail.check_table()
-    async for chain, _ in trail.chains():
-        await trail.check(chain, export)
-    trail.meter.finish()
-    return trail.problems.copy_into(result)
+    await checker.check_table()
+    async for chain, _ in checker.chains():
+        await checker.check(chain, export)
+    checker.meter.finish()
+    return checker.problems.copy_into(result)
 
 
 @audit.audited_command
@@ -216,22 +216,22 @@ async def purge_audit(
             "only chains older than 48 hours can be deleted: services may still append to others"
         )
     before = time_ago(older_than)
-    trail = await _open_checker(db, progress, None)
+    checker = await _open_checker(db, progress, None)
     result = AuditPurge(before=before)
-    async for chain, last_time in trail.chains():
+    async for chain, last_time in checker.chains():
         if not isinstance(last_time, int) or last_time >= before:
             continue
-        bad, purge_records = trail.problems.count, trail.purge_records
-        last = await trail.check(chain)
-        if last is None or trail.problems.count != bad:
+        bad, purge_records = checker.problems.count, checker.purge_records
+        last = await checker.check(chain)
+        if last is None or checker.problems.count != bad:
             continue
-        if trail.purge_records == purge_records and (dry_run or await _purge(db, chain, last)):
+        if checker.purge_records == purge_records and (dry_run or await _purge(db, chain, last)):
             result.chains += 1
             result.records += last.number + 1
         else:
             result.kept += 1
-    trail.meter.finish()
-    return trail.problems.copy_into(result)
+    checker.meter.finish()
+    return checker.problems.copy_into(result)
 
 
 class _LastRecord(NamedTuple):
@@ -275,8 +275,8 @@ class _TrailChecker:
 
         Neither is authenticated.
         """
-        query, size = (_CHAINS, _columns.chain), self._db.limits.ids_per_statement
-        return each(pages(self._db.runner.data_db.read, *query, size, lambda *row: row, empty=b""))
+        read, size = self._db.runner.data_db.read, self._db.limits.ids_per_statement
+        return flattened(pages(read, _CHAINS, _columns.chain, size, lambda *row: row, empty=b""))
 
     async def check(
         self,
@@ -297,7 +297,7 @@ class _TrailChecker:
         last_record: _LastRecord | None = None
         read, size = self._db.runner.data_db.read, self._db.limits.rows_per_statement
         stored = pages(read, _RECORDS, _columns.number, size, lambda *row: row, chain=chain)
-        async for number, moment, record in each(stored):
+        async for number, moment, record in flattened(stored):
             await self.meter.advance()
             row = f"{chain.hex()}, {number}"
             self._last_numbers[chain] = number

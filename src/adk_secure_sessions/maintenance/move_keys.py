@@ -32,7 +32,7 @@ from adk_secure_sessions.keys.data_keys import DataKeyRow
 from adk_secure_sessions.keys.keyring import Keyring, MasterKeyRow
 from adk_secure_sessions.maintenance.database import Database, require_no_wrapper
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import each
+from adk_secure_sessions.maintenance.row_scan import flattened
 from adk_secure_sessions.maintenance.vacuum import rewrite_tables
 from adk_secure_sessions.results import Result, counter, success_flag
 from adk_secure_sessions.storage import clusters, meta
@@ -401,11 +401,11 @@ def _unparked(row: MasterKeyRow) -> MasterKeyRow:
 
 async def _fingerprint(database: RetryingExecutor) -> _Fingerprint:
     digest, count = hashlib.sha256(), 0
-    rows = each(pages(database.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow))
+    rows = flattened(pages(database.read, MASTER_KEYS, keyring.c.id, _BATCH, MasterKeyRow))
     masters = sorted([_unparked(row) async for row in rows])
     for master in masters:
         digest.update(repr(tuple(master)).encode())
-    keys = each(pages(database.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow))
+    keys = flattened(pages(database.read, DATA_KEYS, data_keys.c.id, _BATCH, DataKeyRow))
     async for row in keys:
         numbers = (row.id, row.generation, row.backend_id, row.created_at)
         are_sound = all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers)

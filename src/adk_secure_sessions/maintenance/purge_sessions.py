@@ -13,7 +13,12 @@ from adk_secure_sessions.maintenance.counts import select_count
 from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
-from adk_secure_sessions.maintenance.row_scan import SESSION_ROWS, each, is_stored, scan_sessions
+from adk_secure_sessions.maintenance.row_scan import (
+    SESSION_ROWS,
+    flattened,
+    is_stored,
+    scan_sessions,
+)
 from adk_secure_sessions.results import Result, counter, listing, utc_text
 from adk_secure_sessions.storage import writes
 from adk_secure_sessions.storage.schema import IS_COLLECTION, StoredSession, sessions
@@ -94,7 +99,7 @@ async def purge_sessions(
     problems = Problems()
     is_unknown = app_name is not None and not await is_stored(db, app_name, user_id)
     result = SessionPurge(before=before, is_unknown=is_unknown)
-    async for stored in each(scan_sessions(db, _OUTDATED_SESSIONS, **times)):
+    async for stored in flattened(scan_sessions(db, _OUTDATED_SESSIONS, **times)):
         await meter.advance()
         try:
             ids = stored.require_ids()

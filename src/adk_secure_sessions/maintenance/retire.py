@@ -21,7 +21,7 @@ from adk_secure_sessions.maintenance.database import Database, require_no_wrappe
 from adk_secure_sessions.maintenance.problems import CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
-    each,
+    flattened,
     header_column,
     read_owner_with_tag,
     scan_data_keys,
@@ -148,7 +148,7 @@ async def retire(
     owner_tag, size = data_keys.c.owner, db.limits.ids_per_statement
     read = db.runner.key_db.read
     owners = pages(read, _OWNERS_WITH_SEVERAL_KEYS, owner_tag, size, lambda owner: owner)
-    async for owner in each(owners):
+    async for owner in flattened(owners):
         keys = await _retire_data_keys(db, owner, dry_run, throttle)
         deleted.update(parse_header(row.wrapped)[1] for row in keys.unused)
         spare += keys.spare
@@ -181,7 +181,7 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
     An attacker may have moved the session's row to another user.  Then the owner of the session is
     unknown, so the session may need any data key.
     """
-    async for session in each(scan_sessions(db)):
+    async for session in flattened(scan_sessions(db)):
         error = session.ids_or_error
         if isinstance(error, DecryptionError):
             if error.reason is Reason.UNKNOWN_BACKEND:  # the operator only has to list it
@@ -259,7 +259,7 @@ async def _decrypt_owner(
         return None
     _, owner, headers = decrypted_owner
     if owner.is_user:
-        async for session in each(scan_sessions_of_user(db, owner.row.id)):
+        async for session in flattened(scan_sessions_of_user(db, owner.row.id)):
             ids, is_collection = session.require_ids(), session.row.is_collection
             identity = await db.runner.identify(*ids, is_collection)
             # Only check that each event can be decrypted.

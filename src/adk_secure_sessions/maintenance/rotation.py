@@ -28,7 +28,7 @@ from adk_secure_sessions.maintenance.database import Database
 from adk_secure_sessions.maintenance.problems import Problem, Problems
 from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import Retirement
-from adk_secure_sessions.maintenance.row_scan import each
+from adk_secure_sessions.maintenance.row_scan import flattened
 from adk_secure_sessions.results import Result, counted, counter, listing, utc_text
 from adk_secure_sessions.storage import meta
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
@@ -300,7 +300,7 @@ async def rotation_start_time(db: Database) -> int:
     keyring = await db.keyring()
     read, size = db.runner.key_db.read, db.limits.ids_per_statement
     later = pages(read, _KEYS_SINCE, data_keys.c.id, size, DataKeyRow, since=latest)
-    async for key in each(later):
+    async for key in flattened(later):
         if can_unwrap(key, keyring):
             latest = max(latest, time_after(data_keys, key))
     return latest

@@ -54,7 +54,7 @@ class ScannedSession(NamedTuple):
         return self.ids_or_error
 
 
-async def each(walk: AsyncIterator[Sequence[T]]) -> AsyncIterator[T]:
+async def flattened(walk: AsyncIterator[Sequence[T]]) -> AsyncIterator[T]:
     """Yield the items of the pages of *walk* one by one."""
     async for page in walk:
         for item in page:

@@ -25,7 +25,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.row_scan import (
     OwnerRow,
     ScannedSession,
-    each,
+    flattened,
     read_owner,
     scan_data_keys,
     scan_owners,
@@ -115,7 +115,7 @@ async def verify(
     if state_index.name in tables:
         await run.check_marks()
     await run.check_owners()
-    async for session in each(scan_sessions(db)):
+    async for session in flattened(scan_sessions(db)):
         await run.check_session(session)
     if imports:
         await run.check_imports()
@@ -181,7 +181,7 @@ class _Verifier:
 
     async def check_owners(self) -> None:
         for table in (apps, users):
-            async for row in each(scan_owners(self._db, table)):
+            async for row in flattened(scan_owners(self._db, table)):
                 await self._check_owner(table, row)
                 await self._meter.advance()
 

@@ -16,9 +16,9 @@ from adk_secure_sessions.migration.source_scan import (
     CONFLICT_REASONS,
     DigestSet,
     GoneCopy,
-    SessionItem,
+    SessionEntry,
     SourceScan,
-    StateItem,
+    StateEntry,
     undecryptable_reason,
 )
 from adk_secure_sessions.migration.sources import (
@@ -181,27 +181,27 @@ class ComparisonRun:
             result.mark_withdrawn = await db.imports.withdraw_mark()
         return self._findings.copy_into(result)
 
-    async def _compare(self, item: SessionItem | StateItem) -> None:
-        reason = await self._reason(item)
-        if reason and not isinstance(item.content, Unreadable):
+    async def _compare(self, entry: SessionEntry | StateEntry) -> None:
+        reason = await self._reason(entry)
+        if reason and not isinstance(entry.content, Unreadable):
             # A service or another run may have written meanwhile: compare once more.
-            reread = await self.scan.read_again(item)
+            reread = await self.scan.read_again(entry)
             if reread is None:
                 await self._meter.advance()
                 return
-            item, reason = reread, await self._reason(reread)
-        result, content = self._result, item.content
+            entry, reason = reread, await self._reason(reread)
+        result, content = self._result, entry.content
         if isinstance(content, Unreadable):
             result.bad += 1
         elif reason:
-            is_missing = isinstance(item, SessionItem) and item.status is ImportStatus.NEW
+            is_missing = isinstance(entry, SessionEntry) and entry.status is ImportStatus.NEW
             result.missing += is_missing
             result.different += not is_missing
         result.deleted += reason is None
         if reason:
-            self._findings.add(item.tag, reason, *item.ids)
-        if isinstance(item, SessionItem):
-            self.scan.processed_versions.add(item.session)
+            self._findings.add(entry.tag, reason, *entry.ids)
+        if isinstance(entry, SessionEntry):
+            self.scan.processed_versions.add(entry.session)
             result.sessions += 1
             if isinstance(content, SessionContent):
                 result.events += len(content.events)
@@ -210,19 +210,19 @@ class ComparisonRun:
         else:
             result.states += 1
             if not reason and isinstance(content, bytes):
-                self.equal_states.add((*item.ids, content))
+                self.equal_states.add((*entry.ids, content))
 
-    async def _reason(self, item: SessionItem | StateItem) -> str | None:
-        """Return why the item is not equal; empty if it is, or was continued.
+    async def _reason(self, entry: SessionEntry | StateEntry) -> str | None:
+        """Return why the entry is not equal; empty if it is, or was continued.
 
         Return None if the target has deleted the copy.
         """
-        content, status = item.content, item.status
+        content, status = entry.content, entry.status
         if isinstance(content, Unreadable):
             return content.reason
         try:
             if isinstance(content, bytes):
-                is_same = is_same_state(content, await owner_state(self._db, *item.ids))
+                is_same = is_same_state(content, await owner_state(self._db, *entry.ids))
                 if is_same or status is ImportStatus.CONTINUED:
                     return ""
                 return None if status is ImportStatus.DELETED else _REASONS[status]
@@ -230,14 +230,14 @@ class ComparisonRun:
                 return _REASONS[status]
             # Try to read the session even if its row is not stored.  If an attacker has removed
             # only this row, the read raises an error.
-            copy = await session_content(self._db, *item.ids)
+            copy = await session_content(self._db, *entry.ids)
         except DecryptionError as error:
             return undecryptable_reason(error)
         if copy is None or status is ImportStatus.DELETED:
             return None
-        assert isinstance(item, SessionItem)
+        assert isinstance(entry, SessionEntry)
         assert content is not None
-        event_count = item.copied_event_count if status is ImportStatus.CONTINUED else None
+        event_count = entry.copied_event_count if status is ImportStatus.CONTINUED else None
         different = session_difference(content, copy, event_count=event_count)
         is_outdated = different and status is ImportStatus.OUTDATED
         return f"{_REASONS[status]}; {different}" if is_outdated else different

@@ -16,9 +16,9 @@ from adk_secure_sessions.migration.encrypted_source import owner_state, session_
 from adk_secure_sessions.migration.findings import Finding, Findings, StopAtBad
 from adk_secure_sessions.migration.source_scan import (
     CONFLICT_REASONS,
-    SessionItem,
+    SessionEntry,
     SourceScan,
-    StateItem,
+    StateEntry,
     undecryptable_reason,
 )
 from adk_secure_sessions.migration.sources import (
@@ -220,39 +220,39 @@ class _MigrationRun:
             # The first session of each app and of each user is copied before the others.  Imports
             # that create an owner's data key at the same time would store all their keys in a key
             # database, and use only one.
-            due = {item.ids: item for item in sessions if isinstance(item.content, SessionContent)}
+            due = {one.ids: one for one in sessions if isinstance(one.content, SessionContent)}
             for length in 1, 2:
                 firsts = {ids[:length]: ids for ids in reversed(due)}.values()
                 await in_groups(number, self._copy, [due.pop(ids) for ids in firsts])
-            unread = [item for item in sessions if not isinstance(item.content, SessionContent)]
+            unread = [one for one in sessions if not isinstance(one.content, SessionContent)]
             await in_groups(number, self._copy, [*due.values(), *unread])
         async for batch in self.scan.states():
             await in_groups(number, self._copy, batch)
 
-    async def _copy(self, item: SessionItem | StateItem) -> None:
-        result, status, content = self.result, item.status, item.content
-        if isinstance(item, SessionItem):
-            self.scan.processed_versions.add(item.session)
+    async def _copy(self, entry: SessionEntry | StateEntry) -> None:
+        result, status, content = self.result, entry.status, entry.content
+        if isinstance(entry, SessionEntry):
+            self.scan.processed_versions.add(entry.session)
         try:
-            if isinstance(item, SessionItem) and isinstance(content, SessionContent):
+            if isinstance(entry, SessionEntry) and isinstance(content, SessionContent):
                 content = content.with_lifetime(self.lifetime)
                 await self.throttle.advance(len(content.events))
-                status = await self._import_session(item, content)
+                status = await self._import_session(entry, content)
             elif isinstance(content, bytes) and (status.is_due or status in CONFLICT_REASONS):
-                status = await self._import_state(item.ids, status, content)
+                status = await self._import_state(entry.ids, status, content)
         except DecryptionError as error:
             if not self.skip_bad:
                 raise
             content = Unreadable(undecryptable_reason(error))
         if isinstance(content, Unreadable):
             result.bad += 1
-            self.findings.add(item.tag, content.reason, *item.ids)
+            self.findings.add(entry.tag, content.reason, *entry.ids)
             if not self.skip_bad:
                 raise StopAtBad
         elif status in CONFLICT_REASONS:
             result.conflicts += 1
-            self.findings.add(item.tag, CONFLICT_REASONS[status], *item.ids)
-        elif not isinstance(item, SessionItem):
+            self.findings.add(entry.tag, CONFLICT_REASONS[status], *entry.ids)
+        elif not isinstance(entry, SessionEntry):
             result.states += status.is_due
         elif isinstance(content, SessionContent) and status.is_due:
             result.copied += 1
@@ -260,29 +260,29 @@ class _MigrationRun:
             result.expired += content.has_expired
         else:
             result.unchanged += 1
-        if isinstance(item, SessionItem):
+        if isinstance(entry, SessionEntry):
             await self.meter.advance()
 
-    async def _import_session(self, item: SessionItem, content: SessionContent) -> ImportStatus:
-        is_outdated = item.status is ImportStatus.OUTDATED
-        if is_outdated and not await self._may_replace_copy(item, content):
+    async def _import_session(self, entry: SessionEntry, content: SessionContent) -> ImportStatus:
+        is_outdated = entry.status is ImportStatus.OUTDATED
+        if is_outdated and not await self._may_replace_copy(entry, content):
             return ImportStatus.CONFLICT
         if not self.writes:
-            return item.status
+            return entry.status
         return await self.target.imports.import_session(
-            *item.session.ids,
+            *entry.session.ids,
             **content._asdict(),
-            source_etag=item.session.etag,
+            source_etag=entry.session.etag,
             replace=is_outdated,
         )
 
-    async def _may_replace_copy(self, item: SessionItem, content: SessionContent) -> bool:
+    async def _may_replace_copy(self, entry: SessionEntry, content: SessionContent) -> bool:
         """Return False if the source was erased, and *content* lacks events of the copy.
 
         The copy may then be the only one, and somebody may since have created another session with
         the same ids in the source.  Such a session must not replace the copy.
         """
-        copy = await session_content(self.target, *item.ids) if self.source_is_erased else None
+        copy = await session_content(self.target, *entry.ids) if self.source_is_erased else None
         if copy is None:
             return True
         number = len(copy.events)

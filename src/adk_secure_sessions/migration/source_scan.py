@@ -41,7 +41,7 @@ GONE_REASON = "it was copied before, and this source does not have it"
 
 
 @dataclass(frozen=True, slots=True)
-class SourceItem(Generic[C]):
+class SourceEntry(Generic[C]):
     """A session of the source, or the state of a user or an app, and its status in the target.
 
     *tag* is empty if the target has no keys, or if the ids cannot be decrypted.
@@ -54,14 +54,14 @@ class SourceItem(Generic[C]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionItem(SourceItem[SessionContent | Unreadable | None]):
+class SessionEntry(SourceEntry[SessionContent | Unreadable | None]):
     """A session; *content* is None if it was not read."""
 
     session: ListedSession
     copied_event_count: int = 0  # of the earlier copy
 
 
-StateItem = SourceItem[bytes | Unreadable]  # *content* is JSON
+StateEntry = SourceEntry[bytes | Unreadable]  # *content* is JSON
 
 
 class GoneCopy(NamedTuple):
@@ -111,14 +111,14 @@ class SourceScan:
             return b""
         return self.index_master.tag_of(*ids)
 
-    async def sessions(self) -> AsyncIterator[Sequence[SessionItem]]:
+    async def sessions(self) -> AsyncIterator[Sequence[SessionEntry]]:
         """Yield the sessions in batches, without those that the source deleted meanwhile."""
         async for batch in self._list_sessions():
-            items = await self._session_items(batch)
-            for item in items:
-                self._tags.add((item.tag,))
-            yield [item for item in items if item.status not in self.statuses_to_read]
-            due = [item for item in items if item.status in self.statuses_to_read]
+            entries = await self._session_entries(batch)
+            for entry in entries:
+                self._tags.add((entry.tag,))
+            yield [entry for entry in entries if entry.status not in self.statuses_to_read]
+            due = [entry for entry in entries if entry.status in self.statuses_to_read]
             yield await self._with_contents(due)
 
     async def _list_sessions(self) -> AsyncIterator[Sequence[ListedSession]]:
@@ -127,21 +127,23 @@ class SourceScan:
             self._app_names.update(session.app_name for session in batch)
             yield batch
 
-    async def read_again(self, item: SessionItem | StateItem) -> SessionItem | StateItem | None:
-        """Return *item* with its present status in the target.
+    async def read_again(
+        self, entry: SessionEntry | StateEntry
+    ) -> SessionEntry | StateEntry | None:
+        """Return *entry* with its present status in the target.
 
         The content of a session is also read again: return None if the source has deleted it.
         """
-        if not isinstance(item, SessionItem):
-            return (await self._state_items({item.ids: item.content}))[0]
-        items = await self._with_contents(await self._session_items([item.session]))
-        return items[0] if items else None
+        if not isinstance(entry, SessionEntry):
+            return (await self._state_entries({entry.ids: entry.content}))[0]
+        entries = await self._with_contents(await self._session_entries([entry.session]))
+        return entries[0] if entries else None
 
-    async def states(self) -> AsyncIterator[Sequence[StateItem]]:
+    async def states(self) -> AsyncIterator[Sequence[StateEntry]]:
         """Yield the states of users, and then those of apps, in batches."""
         async for batch in self.source.states(self.selection):
             self._app_names.update(ids[0] for ids in batch)
-            yield await self._state_items(batch)
+            yield await self._state_entries(batch)
 
     async def rescan(self) -> AsyncIterator[ListedSession | GoneCopy]:
         """List the source again; yield the sessions that are new or changed, then the gone copies.
@@ -196,42 +198,42 @@ class SourceScan:
                     copies[key_tag] = row
         return copies
 
-    async def _session_items(self, batch: Sequence[ListedSession]) -> list[SessionItem]:
+    async def _session_entries(self, batch: Sequence[ListedSession]) -> list[SessionEntry]:
         if self.index_master is None:
-            return [SessionItem(session.ids, None, session=session) for session in batch]
+            return [SessionEntry(session.ids, None, session=session) for session in batch]
         tags = {session: self.tag(session.ids) for session in batch}
         # Read these before the copies: one transaction stores a copy and its row.
         read, wanted = self.target.runner.data_db.read, filter(None, tags.values())
         stored_tags = {tag for (tag,) in await rows_where(read, _TAGS, sessions.c.tag, wanted)}
         known_ids = (session.ids for session in batch if not session.reason)
         copies = await self.target.imports.rows_for(known_ids)
-        items: list[SessionItem] = []
+        entries: list[SessionEntry] = []
         for session, tag in tags.items():
             status, number = ImportStatus.SAME_ID if tag in stored_tags else ImportStatus.NEW, 0
             if copy := copies.get(session.ids):
                 status = copy.status(is_unchanged=copy.has_source(session.etag))
                 number = copy.row.number
-            item = SessionItem(
+            entry = SessionEntry(
                 session.ids, None, tag, status, session=session, copied_event_count=number
             )
-            items.append(item)
-        return items
+            entries.append(entry)
+        return entries
 
-    async def _state_items(self, states: States) -> list[StateItem]:
+    async def _state_entries(self, states: States) -> list[StateEntry]:
         copies = await self.target.imports.rows_for(states) if self.index_master else {}
-        items: list[StateItem] = []
+        entries: list[StateEntry] = []
         for ids, state in states.items():
             status = ImportStatus.NEW
             if copy := copies.get(ids):
                 is_unchanged = isinstance(state, bytes) and copy.has_state(state)
                 status = copy.status(is_unchanged=is_unchanged)
-            items.append(SourceItem(ids, state, self.tag(ids), status))
-        return items
+            entries.append(SourceEntry(ids, state, self.tag(ids), status))
+        return entries
 
-    async def _with_contents(self, items: Sequence[SessionItem]) -> list[SessionItem]:
-        contents = await self.source.read([item.session for item in items])
-        pairs = ((item, contents.get(item.session)) for item in items)
-        return [replace(item, content=content) for item, content in pairs if content is not None]
+    async def _with_contents(self, entries: Sequence[SessionEntry]) -> list[SessionEntry]:
+        contents = await self.source.read([entry.session for entry in entries])
+        pairs = ((entry, contents.get(entry.session)) for entry in entries)
+        return [replace(entry, content=content) for entry, content in pairs if content is not None]
 
 
 _TAGS = sa.select(sessions.c.tag)
