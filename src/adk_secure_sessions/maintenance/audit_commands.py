@@ -45,7 +45,7 @@ class AuditVerification(Result):
 
     Attributes:
         records: How many records were decrypted and are authentic.
-        chains: How many chains there are.
+        chains: How many chains are authentic, without those that have a problem.
         purged: How many chains were deleted by `purge_audit`, as authentic records say.
         heads: How many logged heads were compared with the chains; None if none were given.
         bad: How many rows or chains were tampered with.

@@ -14,7 +14,7 @@ from adk_secure_sessions.storage.schema import metadata
 
 @dataclass
 class Initialization(Result):
-    """The result of `init`: the tables and keys that it created.
+    """The result of `init`: the tables and keys that were created while it ran.
 
     Attributes:
         tables: The names of the created tables.

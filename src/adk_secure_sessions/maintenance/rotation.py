@@ -209,8 +209,8 @@ class RotationRun(ABC, Generic[R]):
 
     async def _read_or_store_checkpoint(self, *, restart: bool) -> None:
         while True:
-            # By its name, as `_store_checkpoint` reads it: a row that only one of the two finds,
-            # which an attacker has stored, would make this loop endless.
+            # Select the row by its name, as `_store_checkpoint` does.  If only one of two different
+            # queries found a row that an attacker has stored, this loop would be endless.
             own: dict[str, str] = {}
             if not restart:
                 name = {"name": self._checkpoint}

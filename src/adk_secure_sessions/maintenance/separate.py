@@ -155,7 +155,7 @@ async def _replace_keys(
     )
     if needs_new_master and not (await rotate_master(db, **options)).succeeded:
         return False
-    # Records that are not encrypted with the current data key, or with one that is too old.
+    # A record is old if its data key is not the current one, or is older than the separation.
     meter = Meter(rate=options["rows_per_second"])
     counts, _ = await count_records(db, meter, separation.since)
     has_old_records = any(count.under_current < count.rows for count in counts)

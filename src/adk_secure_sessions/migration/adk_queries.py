@@ -110,7 +110,7 @@ def _pages(read: Callable[[Ids | None], list[T]]) -> Iterator[list[T]]:
 
 
 def last_key(page: Sequence[Any]) -> Ids:
-    """Return the key of the last row of a page, a `ListedSession` or a key with more values."""
+    """Return the first 3 values of the `ListedSession` or key with which the last row begins."""
     ids: Ids = page[-1][0][:3]
     return ids
 
@@ -259,7 +259,10 @@ class AdkQueries:
     def sessions_with_prefix(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int
     ) -> list[SourceSessionRows]:
-        """Return the next sessions whose ids begin with *key*: of an app, of a user, or one."""
+        """Return the next sessions whose ids begin with *key*: of an app, of a user, or one.
+
+        The lists of events are always empty.
+        """
         pairs = zip(_SESSION_KEY, key, strict=False)
         conditions = [is_exactly(self.dialect, column, name) for column, name in pairs]
         sessions = self._sessions(

@@ -57,9 +57,9 @@ class Migration(Result):
             the copy; or the target has one with the same ids that was never copied.
         bad: How many sessions and states could not be read, or exceed a limit.  They include copied
             sessions that are gone from the source and whose ids the target cannot decrypt.
-        gone: How many copied sessions of its apps the source no longer has, without those that have
-            expired or that services have continued.  0 if only recent sessions were read, or if ids
-            in the source cannot be decrypted.
+        gone: How many copied sessions are no longer in the source, although it has their app,
+            without those that have expired or that services have continued.  0 if only recent
+            sessions were read, or if ids in the source cannot be decrypted.
         changed_in_source: How many sessions were created or changed in the source while this run
             copied it: the next run copies them.  0 if the run stopped.
         deleted_gone: Whether the sessions in `gone` were or, in a dry run, would be deleted in the
@@ -142,8 +142,8 @@ async def migrate(
 
     Args:
         dry_run: Read the sessions that would be copied and report them, but change nothing.
-        delete_gone: Delete copied sessions of its apps that the source no longer has, unless
-            services have written to them.  Copy each app from only one source.
+        delete_gone: Delete copied sessions that are no longer in the source, although it has their
+            app, unless services have written to them.  Copy each app from only one source.
         events_per_second: The maximum number of events to copy per second.
         expires_after: How long after its last update a copied session expires that does not expire
             in the source.
