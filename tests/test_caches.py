@@ -145,27 +145,18 @@ async def unknown_session(service: EncryptedSessionService, *ids: str) -> list[w
     return [weakref.ref(one) for one in ids if isinstance(one, Id)]
 
 
-async def test_ids_are_not_kept_after_close(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/s.db"
-    service = EncryptedSessionService(url, AesGcmBackend(os.urandom(32)))
+async def test_ids_and_keys_are_not_kept_after_close(tmp_path: Path) -> None:
+    url, lifetime = f"sqlite:///{tmp_path}/s.db", timedelta(days=1)
+    service = EncryptedSessionService(url, AesGcmBackend(os.urandom(32)), expires_after=lifetime)
     user_id, session_id = Id("u"), Id("s")
     session = await service.create_session(app_name="a", user_id=user_id, session_id=session_id)
     await service.append_event(session, Event(author="a"))
     await service.get_session(app_name="a", user_id=user_id, session_id=session_id)
     watched = [weakref.ref(user_id), weakref.ref(session_id)]
+    keyring = weakref.ref(await service._runner.keyring())
     del session, user_id, session_id
     await service.close()
-    assert kept(watched) == []
-
-
-async def test_keys_are_not_kept_after_close(tmp_path: Path) -> None:
-    url, lifetime = f"sqlite:///{tmp_path}/s.db", timedelta(days=1)
-    service = EncryptedSessionService(url, AesGcmBackend(os.urandom(32)), expires_after=lifetime)
-    await service.create_session(app_name="a", user_id="u")
-    keyring = weakref.ref(await service._runner.keyring())
-    await service.close()
-    gc.collect()
-    assert keyring() is None
+    assert (kept(watched), keyring()) == ([], None)
 
 
 async def test_append_to_a_session_whose_row_was_encrypted_again_is_cached_once(
