@@ -414,7 +414,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
             except ConfigurationError as error:
                 if not skips_unreadable or len(owner) == 1:
                     raise
-                logger.error("all sessions of a user are left out of a listing: %s", error)
+                logger.error("left out of a listing: all sessions of a user: %s", error)
                 unreadable.add(owner)
 
         async def store(owner: Ids) -> ImportStatus:
