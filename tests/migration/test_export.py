@@ -6,15 +6,17 @@ gets it; `PLAIN` and `CORPUS` have values and events of every kind.
 
 import asyncio
 import base64
+import builtins
+import io
 import json
 import math
 import os
 import sqlite3
 import stat
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -541,21 +543,22 @@ def test_only_the_owner_can_read_the_files_of_an_export(
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def test_link_that_replaces_the_new_file_is_not_written_to(file_url: str, tmp_path: Path) -> None:
+def test_link_that_replaces_the_new_file_is_not_written_to(
+    file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asyncio.run(fill(file_url))
     path, victim = tmp_path / "all.jsonl", tmp_path / "victim"
     victim.write_text("precious")
-    is_watching = True
 
-    def replace(event: str, arguments: tuple[Any, ...]) -> None:
-        # Python calls it before it opens a file; a hook cannot be removed.
-        if is_watching and event == "open" and str(arguments[0]) == str(path) and path.exists():
+    def replace_and_open(really: Any, name: Any, *arguments: Any, **options: Any) -> Any:
+        if str(name) == str(path) and path.exists():
             path.unlink()
             path.symlink_to(victim)
+        return really(name, *arguments, **options)
 
-    sys.addaudithook(replace)
+    for module in (builtins, io, os):
+        monkeypatch.setattr(module, "open", partial(replace_and_open, module.open))
     said = run("export", *on(file_url), "--jsonl", str(path), "--decrypt")
-    is_watching = False
     assert said.code == 0
     assert victim.read_text() == "precious"
     assert not path.is_symlink()
