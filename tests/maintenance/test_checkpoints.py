@@ -9,15 +9,9 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, TamperedError
-from adk_secure_sessions.maintenance import (
-    Database,
-    UnfinishedRotation,
-    rotate_data,
-    rotate_master,
-    status,
-)
+from adk_secure_sessions.maintenance import Database, rotate_data, rotate_master, status
 from tests.format_reader import Database as Reader
-from tests.maintenance.support import NEW, OLD, ROTATIONS, fill, interrupt, run_sql
+from tests.maintenance.support import OLD, ROTATIONS, fill, interrupt, run_sql
 
 AES = AesGcmBackend(OLD)
 
@@ -49,25 +43,3 @@ async def test_checkpoint_that_an_attacker_hides_stops_no_rotation_for_ever(
         if place.get_backend_name() != "sqlite":
             with pytest.raises(TamperedError, match="the checkpoint was modified"):
                 await asyncio.wait_for(rotate_master(db), 60)
-
-
-async def test_status_lists_rotations_that_have_not_ended(url: str, place: sa.URL) -> None:
-    await fill(url, AES)
-    async with Database(url, AES) as db:
-        assert (await status(db)).unfinished == ()
-        for rotate in ROTATIONS.values():
-            await interrupt(url, rotate)
-        data, master = (await status(db)).unfinished
-        assert [(one.name, one.is_authentic) for one in (data, master)] == [
-            ("data", True),
-            ("master", True),
-        ]
-        run_sql(place, "UPDATE secure_meta SET value = 'x' WHERE name = 'rotation.data'")
-        bad, other = (await status(db)).unfinished
-        assert bad == UnfinishedRotation("data", None, False, None, None)
-        assert other[:3] == master[:3]
-    for backend in (None, AesGcmBackend(NEW)):  # neither unwraps the index master
-        async with Database(url, backend) as db:
-            bad, other = (await status(db)).unfinished
-            assert bad == UnfinishedRotation("data", None, None, None, None)
-            assert other[:3] == ("master", master.since, None)

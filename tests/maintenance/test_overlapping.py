@@ -148,6 +148,23 @@ async def test_overlapping_rotations_leave_no_record_under_a_retired_data_key(ur
     await assert_whole(url, AES)
 
 
+async def test_rotation_that_another_one_has_overtaken_uses_no_retired_key(url: str) -> None:
+    await fill(url, AES, users=["ada"], sessions=1, events=1)
+    db, faults = maintained(url)
+
+    async def rotate_and_retire_all() -> None:
+        async with Database(url, AES) as another:
+            assert (await rotate_data(another, restart=True)).succeeded
+            assert (await retire(another)).kept == 0
+
+    # Between the choice of the events to re-encrypt and their read.
+    plan = faults.data.before(Point.READ, rotate_and_retire_all, when=of("secure_events.time"))
+    async with db:
+        assert (await rotate_data(db)).left == 0
+    assert plan.happened
+    await assert_whole(url, AES)
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 async def test_rotation_for_another_backend_meanwhile_leaves_records_to_the_next_pass(
     file_url: str, nth: int

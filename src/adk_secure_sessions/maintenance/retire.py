@@ -237,8 +237,8 @@ async def _retire_data_keys(
         # The keys were read before the records.  Services may have written since, but never with a
         # key that is deleted here:
         # - Of the keys that were read, the key with the highest generation is always kept.
-        # - Every key that is deleted here is older than all keys in use.  With a key database, a
-        #   service never replaces a record by a record under an older key.
+        # - Every key that is deleted here is older than all keys in use.  With a key database,
+        #   neither a service nor a rotation replaces a record by a record under an older key.
         await db.runner.key_db.run_sync(partial(_delete_keys, divided.unused))
     return divided
 

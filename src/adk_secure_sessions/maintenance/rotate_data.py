@@ -317,8 +317,9 @@ class DataRotationRun(RotationRun[DataRotation]):
     ) -> None:
         """Re-encrypt those *records* whose headers do not contain *wanted_key* yet.
 
-        A record that another process has changed since it was read is left unchanged.  Each
-        re-encrypted record is read again before it is counted.
+        A record is left unchanged if its key is newer than the current one, or if another process
+        has changed it since it was read.  Each re-encrypted record is read again before it is
+        counted.
         """
         await self._meter.advance(len(records))
         # With contexts and plaintexts.  Each plaintext begins with its flags, so a compressed or
@@ -334,7 +335,11 @@ class DataRotationRun(RotationRun[DataRotation]):
                     except UnknownKeyError:  # another service may have created the key since
                         later_keys = await self._db.runner.unwrap_data_keys(owner_tag)
                         plaintext = _decrypt(later_keys, owner_tag, context, table, record.stored)
-                    outdated.append((record, context, plaintext))
+                    # `retire` expects that no record is replaced by one under an older key.  If
+                    # another rotation has used a newer key, it may have ended, so that `retire`
+                    # has deleted the current key of *keys*.
+                    if self._dry_run or keys.current_is_as_new_as(owner_tag, record.stored):
+                        outdated.append((record, context, plaintext))
         if self._dry_run or not outdated:
             self.result.reencrypted += len(outdated)
             return
