@@ -9,7 +9,6 @@ import sqlalchemy as sa
 from google.adk.events.event_actions import EventActions
 from google.adk.sessions.database_session_service import DatabaseSessionService
 
-from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.migration import adk_queries
 from adk_secure_sessions.migration.adk_tables import AdkTables
 from adk_secure_sessions.migration.sources import (
@@ -168,21 +167,3 @@ async def test_unreadable_row_is_reported(adk: DatabaseSessionService, source: A
         assert isinstance(found, Unreadable)
         assert "is not a JSON object" in found.reason
         assert "secret" not in found.reason
-
-
-@on_drivers("sqlite")
-@pytest.mark.parametrize("form", ["CAST('s' AS BLOB)", "CAST(x'ff' AS TEXT)"])
-async def test_listing_with_a_name_that_is_not_text_is_an_error(
-    adk: DatabaseSessionService, source: AdkTables, form: str
-) -> None:
-    await add(adk, "ada", "visit", 1)
-    async with adk.db_engine.begin() as connection:
-        await connection.execute(
-            sa.text(
-                f"INSERT INTO sessions SELECT app_name, user_id, {form}, state, create_time, "
-                "update_time FROM sessions"
-            )
-        )
-    for user in ("ada", None):
-        with pytest.raises(ConfigurationError, match="not text in UTF-8"):
-            await listed(source, user)

@@ -574,13 +574,13 @@ async def test_lines_have_all_that_the_service_returns(file_url: str) -> None:
         )
         for made in CORPUS.values():
             await of.append_event(session, made())
-        gone = await of.create_session(
-            app_name=APP, user_id="bob", session_id="gone", state={"user:only": True}
-        )
-        await of.delete_session(app_name=APP, user_id="bob", session_id=gone.id)
+        for ids, state in (((APP, "bob"), {"user:only": True}), (("c", "bob"), {"app:only": 1})):
+            who: dict[str, Any] = {"app_name": ids[0], "user_id": ids[1], "session_id": "gone"}
+            await of.create_session(**who, state=state)
+            await of.delete_session(**who)
         await of.create_session(app_name="b", user_id="eve", session_id="empty")
         expected = await everything(of, (APP,))
-    first, second, third = await lines(file_url)
+    first, second, third, last = await lines(file_url)
     assert list(first) == [
         *("format", "app_name", "user_id", "session_id"),
         *("created_at", "updated_at", "expires_at", "state", "events"),
@@ -597,7 +597,9 @@ async def test_lines_have_all_that_the_service_returns(file_url: str) -> None:
     assert (second["session_id"], second["events"]) == ("empty", [])
     assert (third["user_id"], third["session_id"]) == ("bob", None)
     assert third["state"] == {**scopes, "user": {"only": True}, "session": {}}
-    assert [one["user_id"] for one in await lines(file_url, user_id="bob")] == ["bob"]
+    assert [last[name] for name in ("app_name", "user_id", "session_id")] == ["c", None, None]
+    assert last["state"] == {"app": {"only": 1}, "user": {}, "session": {}}
+    assert [one["user_id"] for one in await lines(file_url, user_id="bob")] == ["bob", None]
     assert [one["app_name"] for one in await lines(file_url, app_name="b")] == ["b"]
 
 

@@ -4,7 +4,7 @@ Everything that is written is plaintext.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from adk_secure_sessions.audit import add_facts, audited_command
@@ -42,7 +42,7 @@ class Export(Result):
         events: How many events these sessions have.
         unchanged: How many sessions the target had already, with the same content.
         states: How many states of apps and users were written.  For `export_lines`, the number of
-            lines of users of whom no session was written.
+            lines of users and apps of which no session was written.
         bad: How many sessions and states were not exported.  They cannot be decrypted, or
             google-adk's database cannot hold them, or the target has other content for their ids.
         stopped: Whether the run stopped at the first of these bad sessions and states.
@@ -120,8 +120,9 @@ async def export_lines(
 ) -> Export:
     """Decrypt all sessions, and write one line of JSON for each session.
 
-    A user who has a state, but no session that can be exported, has a line without a session id:
-    otherwise, the state would be lost.  Expired sessions, artifacts and memory are not exported.
+    A user who has a state, but no session that can be exported, has a line without a session id.
+    An app with a state that no other line contains has a line without a user id.  Otherwise, these
+    states would be lost.  Expired sessions, artifacts and memory are not exported.
 
     Args:
         write: Called with each line, in UTF-8 and with the line feed.
@@ -281,6 +282,7 @@ class _ExportToAdk(_ExportRun):
 class _ExportOfLines(_ExportRun):
     _write_bytes: Callable[[bytes], object]
     _states: Lru[Ids, bytes] = field(default_factory=lambda: Lru(_CACHED_STATES))
+    _apps_with_lines: set[Ids] = field(default_factory=set)
 
     async def _write(self) -> None:
         users_with_lines = DigestSet()
@@ -291,18 +293,20 @@ class _ExportOfLines(_ExportRun):
                     self._result.sessions += 1
                     self._result.events += len(content.events)
         async for ids, state in self._readable_states():
-            if len(ids) > 1 and state != b"{}" and ids not in users_with_lines:
+            with_lines = users_with_lines if len(ids) > 1 else self._apps_with_lines
+            if state != b"{}" and ids not in with_lines:
                 self._result.states += await self._write_line(ids, None)
 
     async def _write_line(self, ids: Ids, content: SessionContent | None) -> bool:
         """Write a line; return False if the state of the app or of the user is unreadable."""
         try:
-            states = await self._state_of(ids[0]), await self._state_of(*ids[:2])
-            line = _line(ids, *states, content)
+            user_state = await self._state_of(*ids[:2]) if len(ids) > 1 else b"{}"
+            line = _line(ids, await self._state_of(ids[0]), user_state, content)
         except DecryptionError as error:
             self._reject(ids, str(error))
             return False
         self._write_bytes(line)
+        self._apps_with_lines.add(ids[:1])
         return True
 
     async def _state_of(self, *owner: str) -> bytes:
@@ -314,18 +318,17 @@ class _ExportOfLines(_ExportRun):
 
 
 def _line(ids: Ids, app_state: bytes, user_state: bytes, content: SessionContent | None) -> bytes:
-    """Return the line of a session or, if *content* is None, of a user without such lines.
+    """Return the line of a session or, if *content* is None, of a user or app without such lines.
 
     The JSON is inserted as it is stored: parsing would take most of the time.
     """
-    times: Iterable[object] = (None, None, None)
+    names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
+    fields = {"format": LINE_FORMAT, **dict.fromkeys(names), **dict(zip(names, ids, strict=False))}
     state, history = b"{}", b""
     if content is not None:
-        times = map(_time_text, (content.created_at, content.updated_at, content.expires_at))
+        fields |= {name: _time_text(getattr(content, name)) for name in names[3:]}
         state = content.state
         history = b",".join(map(event_json, content.events))
-    names = ("app_name", "user_id", "session_id", "created_at", "updated_at", "expires_at")
-    fields = dict(zip(("format", *names), (LINE_FORMAT, *(*ids, None)[:3], *times), strict=True))
     start = json_text.dumps(fields)[:-1]
     by_scope = b'{"app":%b,"user":%b,"session":%b}' % (app_state, user_state, state)
     line = b'%b,"state":%b,"events":[%b]}' % (start, by_scope, history)
