@@ -149,6 +149,20 @@ def test_keygen_syncs_the_file_and_its_directory(
     assert synced == [(str(path), path.read_bytes()), (str(tmp_path), b"")]
 
 
+def test_keygen_succeeds_in_a_directory_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def open_file(path: Path, flags: int, mode: int = 0) -> int:
+        if flags & os.O_DIRECTORY:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_file)
+    assert run("keygen", "--output", str(tmp_path / "root.key")).code == 0
+
+
 def test_keygen_leaves_no_key_that_may_be_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

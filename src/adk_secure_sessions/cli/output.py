@@ -110,12 +110,14 @@ def private_file(name: str) -> Iterator[BinaryIO]:
         path.unlink(missing_ok=True)
         raise
     if sys.platform != "win32":  # Windows cannot open a directory
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with suppress(OSError):  # some network file systems cannot flush a directory
+        # The file is complete: ignore a directory that cannot be read, or that a network file
+        # system cannot flush.
+        with suppress(OSError):
+            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
                 os.fsync(directory)
-        finally:
-            os.close(directory)
+            finally:
+                os.close(directory)
 
 
 @contextmanager
