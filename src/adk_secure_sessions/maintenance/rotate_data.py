@@ -268,6 +268,7 @@ class DataRotationRun(RotationRun[DataRotation]):
             return  # a rotation for another backend has replaced the new key: `_count_left` counts
         wanted_key = self._wanted_key(keys, tag)
         await self._reencrypt(keys, tag, wanted_key, records)
+        await self._meter.advance(len(records))
         if table is _APPS:
             return
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
@@ -277,6 +278,7 @@ class DataRotationRun(RotationRun[DataRotation]):
             self._db, app_name, row.id, wanted_header, self._problems
         ):
             await self._reencrypt(keys, tag, wanted_key, records)
+            await self._meter.advance(len(records))
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -321,7 +323,6 @@ class DataRotationRun(RotationRun[DataRotation]):
         has changed it since it was read.  Each re-encrypted record is read again before it is
         counted.
         """
-        await self._meter.advance(len(records))
         # With contexts and plaintexts.  Each plaintext begins with its flags, so a compressed or
         # padded record stays as it is.
         outdated: list[tuple[_EncryptedRecord, bytes, bytes]] = []
