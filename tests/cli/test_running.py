@@ -19,11 +19,9 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions import AesGcmBackend
 from adk_secure_sessions.cli import database_commands, program, rotate
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import (
-    Database,
     DataKeyCount,
     IndexChange,
     IndexStatus,
@@ -40,7 +38,7 @@ from adk_secure_sessions.maintenance import (
 )
 from tests.cli.support import Said, begin_trail, on, run
 from tests.clocks import shifted
-from tests.maintenance.support import OLD, fill, interrupt, query
+from tests.maintenance.support import fill, interrupt, query
 
 PROGRAM = str(Path(sys.executable).parent / "adk-secure-sessions")
 
@@ -293,22 +291,9 @@ def test_terminal_is_asked_before_a_rotation_is_continued(file: str) -> None:
 # --- progress of a rotation ----------------------------------------------------------------------
 
 
-async def stop_after_one_batch(url: str, rotate: Any) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(_done: int, _total: int) -> None:
-        raise Stop
-
-    async with Database(url, AesGcmBackend(OLD)) as db:
-        db.limits = db.limits._replace(ids_per_statement=1)
-        with pytest.raises(Stop):
-            await rotate(db, progress=stop)
-
-
 @pytest.mark.parametrize("rotate", [rotate_data, rotate_master])
 def test_status_in_the_middle_of_a_rotation_says_how_much_is_done(rotate: Any, file: str) -> None:
-    asyncio.run(stop_after_one_batch(file, rotate))
+    asyncio.run(interrupt(file, rotate))
     (one,) = run("status", *on(file), "--json").json["unfinished"]
     assert 0 < one["done"] < one["total"]
     said = run("status", "--db", file).stdout
@@ -332,7 +317,7 @@ def test_master_key_from_the_future_is_a_problem(
 
 
 def test_status_of_an_interrupted_separation_names_the_command_that_ends_it(file: str) -> None:
-    asyncio.run(stop_after_one_batch(file, separate))
+    asyncio.run(interrupt(file, separate))
     said = run("status", *on(file))
     again = "it runs or was stopped; running `separate` again is safe and continues it"
     assert f"unfinished separation, and services reject this copy; {again}\n" in said.stdout

@@ -106,6 +106,7 @@ async def interrupt(url: str, rotate: Any, backend: EncryptionBackend | None = N
         raise Killed
 
     async with Database(url, backend or AesGcmBackend(OLD)) as db:
+        db.limits = db.limits._replace(ids_per_statement=1)
         with pytest.raises(Killed):
             await rotate(db, progress=stop)
 

@@ -1,16 +1,9 @@
 """`status` counts rows by what encrypted them, without a key."""
 
-import pytest
 import sqlalchemy as sa
 
-from adk_secure_sessions import AesGcmBackend, ConfigurationError, FernetBackend
-from adk_secure_sessions.maintenance import (
-    Database,
-    MigrationStatus,
-    RecordCount,
-    rotate_root,
-    status,
-)
+from adk_secure_sessions import AesGcmBackend, FernetBackend
+from adk_secure_sessions.maintenance import Database, MigrationStatus, RecordCount, status
 from adk_secure_sessions.storage.writes import DeleteSession
 from tests.maintenance.support import APP, NEW, OLD, fill, plaintext_backend, query, run_sql
 
@@ -118,11 +111,3 @@ async def test_status_reports_progress_to_the_end(url: str) -> None:
         found = await status(db, progress=lambda *at: seen.append(at))
     rows = sum(one.rows for one in found.records) + sum(one.key_count for one in found.data_keys)
     assert seen[-1] == (rows, rows)
-
-
-async def test_status_without_a_database_says_what_to_do(file_url: str) -> None:
-    async with Database(file_url) as db:
-        with pytest.raises(ConfigurationError, match="there is no file"):
-            await status(db)
-        with pytest.raises(ConfigurationError, match="give a backend"):
-            await rotate_root(db)

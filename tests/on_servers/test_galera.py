@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, TamperedError
 from adk_secure_sessions.db.connect import executors_for
 from adk_secure_sessions.db.protocol import Apply, Change, Conflict, Steps
+from adk_secure_sessions.keys.keyring import DATA_MASTER, new_master
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
     retire,
     rotate_data,
     rotate_master,
+    rotate_root,
     verify,
 )
+from adk_secure_sessions.maintenance.rotation import store_master_keys
 from adk_secure_sessions.storage.clusters import KEYRING_CLAIMS
 from adk_secure_sessions.storage.features.imports import ImportStatus
 from adk_secure_sessions.storage.features.search_index import CorrectIndexRows
@@ -250,6 +254,22 @@ async def test_session_created_while_another_node_retires_its_key_is_not_lost(
         await cluster.assert_whole()
     async with cluster.service(0) as service:
         assert await service.get_session(app_name=APP, user_id=user_id, session_id="s")
+
+
+async def test_master_key_is_not_added_while_another_node_rotates_the_root_key(
+    cluster: Cluster,
+) -> None:
+    async with cluster.service(0) as service:
+        await service.create_session(app_name=APP, user_id=USER)
+    await cluster.wait_for_all()
+    new_root = AesGcmBackend(bytes(32))
+    async with Database(cluster.urls[0], new_root, [BACKEND]) as near, cluster.database(1) as far:
+        survey = await far.survey_existing()
+        created, _ = await new_master(DATA_MASTER, BACKEND.root_key, survey.existing_id, 1)
+        store = partial(store_master_keys, survey, [created])
+        assert not await race(
+            cluster, partial(rotate_root, near), far.runner.key_db.run_sync(store)
+        )
 
 
 async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cluster) -> None:

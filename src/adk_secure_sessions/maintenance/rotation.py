@@ -30,7 +30,7 @@ from adk_secure_sessions.maintenance.progress import Meter, Progress
 from adk_secure_sessions.maintenance.retire import Retirement
 from adk_secure_sessions.maintenance.row_scan import flattened
 from adk_secure_sessions.results import Result, counted, counter, listing, utc_text
-from adk_secure_sessions.storage import meta
+from adk_secure_sessions.storage import clusters, meta
 from adk_secure_sessions.storage.queries import DATA_KEYS, MASTER_KEYS
 from adk_secure_sessions.storage.schema import data_keys
 from adk_secure_sessions.storage.schema import keyring as keyring_table
@@ -273,6 +273,7 @@ def store_master_keys(
     Return False, and store nothing, if the keyring or the id of the database has changed from
     *expected*: the old root key may wrap an added row, and *new_rows* are bound to the id.
     """
+    clusters.claim(connection, clusters.KEYRING_CLAIMS[0])
     database_id = meta.read(connection, meta.DATABASE_ID, lock=True)  # other callers wait for it
     stored_rows = {MasterKeyRow(*row) for row in connection.execute(MASTER_KEYS.with_for_update())}
     if stored_rows != set(expected.master_rows) or database_id != expected.existing_id.hex():
