@@ -196,6 +196,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["status", "--db", "postgresql+asyncpg://u:7Qx@127.0.0.1:1/d"],
         "",
     ),
+    "no speed": (["status", *on("x"), "--rows-per-second", "nan"], "'nan' is not a valid number"),
     "no age": (["purge", "sessions", *on("sqlite:///x.db"), "--older-than", "90"], "90d"),
     "no table": (
         ["debug", "inspect", "secure_meta", "--db", "sqlite:///x.db"],

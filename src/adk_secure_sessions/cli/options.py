@@ -1,6 +1,7 @@
 """Define the options that several commands share, and create databases and backends from them."""
 
 import functools
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -29,8 +30,17 @@ def with_all(*decorators: Decorator) -> Decorator:
     )
 
 
-POSITIVE_NUMBER = click.FloatRange(min=0, min_open=True)
-POSITIVE_NUMBER.name = "number"  # for the help and error texts
+class _PositiveNumber(click.FloatRange):
+    name = "number"  # for the help and error texts
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):  # it is in every range, and limits no speed
+            self.fail(f"{value!r} is not a valid number.", param, ctx)
+        return number
+
+
+POSITIVE_NUMBER = _PositiveNumber(min=0, min_open=True)
 with_speed: Decorator = click.option(
     "--rows-per-second", type=POSITIVE_NUMBER, help="Process at most this many rows per second."
 )
