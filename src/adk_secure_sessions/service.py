@@ -9,6 +9,7 @@ from typing import Any, Literal, Never, TypeVar
 
 import sqlalchemy as sa
 from google.adk.errors.already_exists_error import AlreadyExistsError
+from google.adk.errors.input_validation_error import InputValidationError
 from google.adk.errors.session_not_found_error import SessionNotFoundError
 from google.adk.events import Event
 from google.adk.platform import time as platform_time
@@ -784,8 +785,8 @@ reject_unknown_methods(EncryptedSessionService, BaseSessionService)
 def check_ids(
     app_name: object, user_id: object = "", session_id: object = "", **more: object
 ) -> None:
-    """Raise ValueError if an id, or another text in *more*, is not a string, cannot be written as
-    UTF-8, or is too long.
+    """Raise InputValidationError, a ValueError, if an id, or another text in *more*, is not a
+    string, cannot be written as UTF-8, or is too long.
     """
     if (
         isinstance(app_name, str)
@@ -799,11 +800,11 @@ def check_ids(
     texts = {"app_name": app_name, "user_id": user_id, "session_id": session_id, **more}
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise ValueError(f"{name} must be a string, not {type(value).__name__}")
+            raise InputValidationError(f"{name} must be a string, not {type(value).__name__}")
         if not is_unicode(value):  # no listing that contains it could be sent as JSON
-            raise ValueError(f"{name} has a lone surrogate (half of a UTF-16 pair)")
+            raise InputValidationError(f"{name} has a lone surrogate (half of a UTF-16 pair)")
         if len(value.encode()) > MAX_ID_BYTES:
-            raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
+            raise InputValidationError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
 
 
 def _marker_of(stored: StoredSession) -> str:

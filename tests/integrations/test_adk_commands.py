@@ -166,6 +166,7 @@ def test_own_command_runs_adk_web_without_a_needle_in_its_files_and_logs(place: 
         begin(client)
         send_file(client)
         reject_evaluations(client)
+        reject_long_ids(client)
         connect_live(client)
         break_the_store(client, place)
         assert place.needles() == {}  # while it runs, with the write-ahead log
@@ -191,6 +192,16 @@ def reject_evaluations(client: httpx.Client) -> None:
             answer = client.request(method, f"{path}/{name}", json=content)
             assert answer.status_code == 403
             assert "--allow-plaintext evaluations" in answer.json()["detail"]
+
+
+def reject_long_ids(client: httpx.Client) -> None:
+    for answer in (
+        client.post(SESSIONS, json={"sessionId": "x" * 1025}),
+        client.get(f"{SESSIONS}/{'x' * 1025}"),
+        client.delete(f"{SESSIONS}/{'x' * 1025}"),
+    ):
+        assert answer.status_code == 400
+        assert answer.json() == {"detail": "session_id has more than 1024 bytes in UTF-8"}
 
 
 def connect_live(client: httpx.Client) -> None:

@@ -352,20 +352,6 @@ async def test_events_without_a_session_are_deleted(tmp_path: Path, target_url: 
     assert rows(url) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("form", ["CAST('s' AS BLOB)", "CAST(x'73ff' AS TEXT)"])
-async def test_session_whose_id_is_not_text_stops_every_command(
-    source_file: str, tmp_path: Path, target_url: str, form: str
-) -> None:
-    """No query finds it by its id as text, as if it had been deleted meanwhile."""
-    place = sa.URL.create("sqlite", database=f"{tmp_path}/adk.db")
-    run_sql(place, f"UPDATE sessions SET id = {form} WHERE id = 's1' AND user_id = 'ada'")
-    async with AdkTables(source_file) as source, database(target_url) as db:
-        for work in (migrate, compare, erase_source):
-            with pytest.raises(ConfigurationError, match="not text in UTF-8"):
-                await work(source, db)
-    assert rows(source_file)[0] == 6
-
-
 async def test_source_that_cannot_be_erased_is_rejected(target_url: str) -> None:
     async with database(target_url) as db:
         with pytest.raises(ConfigurationError, match="a source in memory"):

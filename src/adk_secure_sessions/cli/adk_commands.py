@@ -168,8 +168,7 @@ def _prepare(arguments: dict[str, Any], service_uri: str | None, allowed: set[st
         asyncio.run(_open(service))
     if "traces" not in allowed:
         _ignore_trace_variables()
-    if "evaluations" not in allowed:
-        _reject_evaluations()
+    _guard_server(rejects_evaluations="evaluations" not in allowed)
 
 
 async def _open(service: "EncryptedSessionService") -> None:
@@ -226,20 +225,27 @@ def _ignore_trace_variables() -> None:
     os.environ.update(dict.fromkeys(LEAK_CHECKS[EXPORTER].variables, ""))
 
 
-def _reject_evaluations() -> None:
-    """Make uvicorn's servers reject requests that write evaluations.
+def _guard_server(*, rejects_evaluations: bool) -> None:
+    """Make uvicorn's servers answer an id that exceeds a limit with status 400, not 500.
 
-    All releases of google-adk pass their application to `uvicorn.Config`, so this function patches
-    that class.
+    With *rejects_evaluations*, they also reject requests that write evaluations.  All releases of
+    google-adk pass their application to `uvicorn.Config`, so this function patches that class.
     """
     import uvicorn
+    from google.adk.errors.input_validation_error import InputValidationError
+    from starlette.responses import JSONResponse
 
     from adk_secure_sessions.integrations.plaintext_guard import without_evaluations
 
     create = uvicorn.Config.__init__
 
+    def answer(_request: object, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 400)
+
     def create_guarded(config: uvicorn.Config, app: Any, *values: Any, **options: Any) -> None:
-        create(config, without_evaluations(app), *values, **options)
+        app.add_exception_handler(InputValidationError, answer)
+        guarded = without_evaluations(app) if rejects_evaluations else app
+        create(config, guarded, *values, **options)
 
     setattr(uvicorn.Config, "__init__", create_guarded)  # noqa: B010
 

@@ -184,8 +184,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
 
         If *session_id* is given, also return the names of that session's artifacts.
         """
-        with _input_errors():
-            check_ids(app_name, user_id, session_id or "")
+        check_ids(app_name, user_id, session_id or "")
         collections = await self._collections.of_user(app_name, user_id)
         artifacts = filter(None, [parse_name(collection.name) for collection in collections])
         return sorted(name for scope, name in artifacts if scope in (None, session_id))
@@ -384,8 +383,7 @@ def _input_errors() -> Iterator[None]:
 
 def _address(app_name: str, user_id: str, filename: str, session_id: str | None) -> Address:
     """Check the arguments; return where the artifact is stored."""
-    with _input_errors():
-        check_ids(app_name, user_id, session_id or "", filename=filename)
+    check_ids(app_name, user_id, session_id or "", filename=filename)
     if filename.startswith(USER_PREFIX):
         session_id = None
     elif session_id is None:
