@@ -165,20 +165,23 @@ class SourceScan:
         has_apps = bool(self._app_names)
         if self.has_unreadable_ids or not (has_apps or self.source.has_all_apps):
             return
-        for tag, row in unseen_copies.items():
-            for scanned in await sessions_in_rows(self.target, [row]):
-                if isinstance(scanned.ids_or_error, DecryptionError):
-                    name = f"{sessions.name} row {row}"
-                    yield GoneCopy(("", "", name), tag, undecryptable_reason(scanned.ids_or_error))
+        copies, size = list(unseen_copies.items()), self.target.limits.rows_per_statement
+        for start in range(0, len(copies), size):
+            tags = {row: tag for tag, row in copies[start : start + size]}
+            decrypted_ids = []
+            for scanned in await sessions_in_rows(self.target, tags):
+                tag, ids = tags[scanned.id], scanned.ids_or_error
+                if isinstance(ids, DecryptionError):
+                    name = f"{sessions.name} row {scanned.id}"
+                    yield GoneCopy(("", "", name), tag, undecryptable_reason(ids))
                     continue
-                ids = scanned.ids_or_error
                 has_expired = scanned.row.expires_at <= time_now()
-                is_of_another_app = has_apps and ids[0] not in self._app_names
-                if scanned.row.tag != tag or has_expired or is_of_another_app:
-                    continue
-                copy = (await self.target.imports.rows_for([ids])).get(ids)
-                if copy and copy.is_untouched:
-                    yield GoneCopy(ids, tag, GONE_REASON, copy.row)
+                is_of_another_app = has_apps and ids.app_name not in self._app_names
+                if scanned.row.tag == tag and not has_expired and not is_of_another_app:
+                    decrypted_ids.append(ids)
+            for ids, copy in (await self.target.imports.rows_for(decrypted_ids)).items():
+                if copy.is_untouched:
+                    yield GoneCopy(ids, copy.row.tag, GONE_REASON, copy.row)
 
     async def _unseen_copies(self) -> dict[bytes, int]:
         """Return the row ids, which are unauthenticated, of the copies that were not listed."""
