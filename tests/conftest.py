@@ -90,7 +90,6 @@ _TESTS_ON_SERVER = {
     ],
     "maintenance/test_rotations.py": [
         "test_every_record_is_reencrypted_and_the_old_keys_are_retired",
-        "test_new_master_wraps_all_data_keys_and_old_one_is_retired",
         "test_processes_lose_nothing_while_everything_is_rotated",
         "test_service_with_a_retired_key_in_memory_loses_nothing",
     ],

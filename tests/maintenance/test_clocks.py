@@ -41,6 +41,7 @@ from tests.maintenance.support import (
 
 AES, NEXT = AesGcmBackend(OLD), AesGcmBackend(NEW)
 DATA_MASTERS = "SELECT id FROM secure_keyring WHERE purpose = 'data'"
+WITNESSES = "SELECT * FROM secure_witnesses ORDER BY tag"
 PATIENCE = 20.0  # seconds; each case takes less than one
 # By how many days the clock is behind or ahead.
 each_shift = pytest.mark.parametrize(
@@ -61,6 +62,7 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
     days: int, url: str, place: sa.URL
 ) -> None:
     await fill(url)
+    before = query(place, WITNESSES)
     async with Database(url, AES) as db:
         with shifted(days):
             done = await asyncio.wait_for(rotate_master(db), PATIENCE)
@@ -74,6 +76,7 @@ async def test_master_rotation_ends_with_one_new_master_whatever_its_clock_says(
         retired = await retire(db)
         assert (len(retired.deleted_master_ids), retired.kept) == (2, 0)
     assert query(place, DATA_MASTERS) == [(again.master_id,)]
+    assert query(place, WITNESSES) == before, "a record was encrypted again"
     await assert_whole(url, AES)
 
 

@@ -13,6 +13,7 @@ from adk_secure_sessions import (
     FernetBackend,
     SecureSessionError,
 )
+from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.maintenance import (
     Database,
     Retirement,
@@ -163,6 +164,35 @@ async def test_rotation_that_another_one_has_overtaken_uses_no_retired_key(url: 
         assert (await rotate_data(db)).left == 0
     assert plan.happened
     await assert_whole(url, AES)
+
+
+async def test_item_that_a_service_replaces_during_a_rotation_keeps_its_new_content(
+    file_url: str,
+) -> None:
+    old, new, last = (encode_item({"n": n}) for n in range(3))
+    service = EncryptedSessionService(file_url, AES)
+    version = await service.collections.append((APP, "ada", "c"), old)
+    db, faults = maintained(file_url)
+
+    async def append() -> None:
+        nonlocal version
+        version = await service.collections.append_at(version, (APP, "ada", "c"), last)
+
+    async def replace() -> None:
+        nonlocal version
+        version = await service.collections.append_at(version, (APP, "ada", "c"), last, {0: new})
+
+    # The service knows no new key, and changes the row of the collection before the rotation does.
+    plans = [
+        faults.data.after(Point.READ, append, when=of("secure_sessions.expires_at")),
+        faults.data.after(Point.READ, replace, when=of("secure_events.time")),
+    ]
+    async with service, db:
+        assert (await rotate_data(db)).left == 0
+        found = await service.collections.get((APP, "ada", "c"))
+    assert [plan.happened for plan in plans] == [1, 1]
+    assert found is not None
+    assert found.items == (new, last, last)
 
 
 @pytest.mark.parametrize("nth", [1, 2])

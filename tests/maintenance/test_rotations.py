@@ -38,11 +38,12 @@ from adk_secure_sessions.maintenance import (
 from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.storage.key_operations import RenewKey
 from adk_secure_sessions.storage.operation_runner import empty_caches
-from adk_secure_sessions.storage.schema import metadata, users
+from adk_secure_sessions.storage.schema import users
 from tests.faults import Faults, Point, lost, with_faults
 from tests.maintenance.support import (
     APP,
     OLD,
+    all_rows,
     assert_whole,
     content,
     event,
@@ -62,14 +63,6 @@ async def stored(url: str, *backends: EncryptionBackend) -> dict[tuple[str, str]
     return await content(EncryptedSessionService(url, backends[0], backends[1:]))
 
 
-def rows(place: sa.URL) -> dict[str, list[Any]]:
-    return {
-        name: sorted(query(place, f"SELECT * FROM {name}"), key=repr)
-        for name in metadata.tables
-        if name != "secure_meta"
-    }
-
-
 def keys_of(place: sa.URL | str) -> set[int]:
     return {row[0] for row in query(place, "SELECT id FROM secure_data_keys")}
 
@@ -84,31 +77,6 @@ async def filled(url: str, backend: EncryptionBackend = AES, **more: Any) -> Non
 
 
 # --- the data master -----------------------------------------------------------------------------
-
-
-async def test_new_master_wraps_all_data_keys_and_old_one_is_retired(
-    url: str, place: sa.URL
-) -> None:
-    await filled(url)
-    before = await stored(url, AES)
-    records = rows(place)
-    async with Database(url, AES) as db:
-        done = await rotate_master(db)
-        assert (done.rotated, done.left, done.bad) == (3, 0, 0)
-        found = await status(db)
-        assert {one.master_id for one in found.data_keys} == {done.master_id}
-        retired = await retire(db)
-        assert (retired.deleted_data_keys, len(retired.deleted_master_ids), retired.kept) == (
-            0,
-            1,
-            0,
-        )
-    assert done.master_id not in retired.deleted_master_ids
-    after = rows(place)
-    for name in ("secure_apps", "secure_users", "secure_sessions", "secure_events"):
-        assert after[name] == records[name]
-    assert await stored(url, AES) == before
-    await assert_whole(url, AES)
 
 
 async def test_dry_run_of_retire_expects_the_master_of_replaced_keys_to_be_deleted(
@@ -265,10 +233,10 @@ def test_problems_of_suppressed_rows_are_not_added_again() -> None:
 async def test_progress_counts_up_to_all_and_rate_is_kept(file_url: str) -> None:
     await filled(file_url)
     dry_run = partial(rotate_data, dry_run=True)
-    for rotate in (rotate_master, dry_run, rotate_data, retire):
+    for run in (rotate_master, dry_run, rotate_data, retire, status):
         seen: list[tuple[int, int]] = []
         async with Database(file_url, AES) as db:
-            await rotate(db, progress=lambda *at: seen.append(at), rows_per_second=1e6)  # noqa: B023
+            await run(db, progress=lambda *at: seen.append(at), rows_per_second=1e6)  # noqa: B023
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert seen[-2][0] == seen[-1][0] == seen[-1][1]
 
@@ -488,7 +456,7 @@ async def test_data_key_that_would_not_unwrap_again_is_not_replaced(
     url: str, place: sa.URL
 ) -> None:
     await filled(url)
-    before, keys = await stored(url, AES), rows(place)["secure_data_keys"]
+    before, keys = await stored(url, AES), all_rows(place)["secure_data_keys"]
     proper = Aes256Gcm.encrypt
 
     def encrypt(self: Aes256Gcm, plaintext: bytes, associated_data: bytes) -> bytes:
@@ -502,7 +470,7 @@ async def test_data_key_that_would_not_unwrap_again_is_not_replaced(
             pytest.raises(SecureSessionError, match=named),
         ):
             await rotate_master(db)
-        assert rows(place)["secure_data_keys"] == keys
+        assert all_rows(place)["secure_data_keys"] == keys
         done = await rotate_master(db)
     assert (done.resumed, done.left, done.bad) == (True, 0, 0)
     assert await stored(url, AES) == before

@@ -102,12 +102,3 @@ async def test_status_shows_the_progress_of_a_migration(url: str, place: sa.URL)
         assert (await status(db)).migration == MigrationStatus(3, 2, True, False)
     async with Database(url) as db:
         assert (await status(db)).migration == MigrationStatus(3, 2, True, None)
-
-
-async def test_status_reports_progress_to_the_end(url: str) -> None:
-    await fill(url, AES)
-    seen: list[tuple[int, int]] = []
-    async with Database(url) as db:
-        found = await status(db, progress=lambda *at: seen.append(at))
-    rows = sum(one.rows for one in found.records) + sum(one.key_count for one in found.data_keys)
-    assert seen[-1] == (rows, rows)

@@ -174,11 +174,18 @@ async def _choose_key_and_read_owner(
 
 
 async def _records_of_sessions(
-    db: Database, app_name: str, user_row: int, wanted_header: bytes, problems: Problems
+    db: Database,
+    app_name: str,
+    user_row: int,
+    wanted_header: bytes,
+    problems: Problems,
+    *,
+    dry_run: bool,
 ) -> AsyncIterator[list[_EncryptedRecord]]:
     """Yield the records of a user's sessions in groups, each session before its events.
 
-    Snapshots and events whose header is *wanted_header* are skipped.
+    Snapshots and events whose header is *wanted_header* are skipped; except in a dry run, also
+    those of sessions whose header is still another one when the caller asks for the next group.
     """
     async for page in scan_sessions_of_user(db, user_row):
         ids_of: dict[int, Sequence[str]] = {}
@@ -195,7 +202,7 @@ async def _records_of_sessions(
         row_range = RowRange(records[0].row.id - 1, records[-1].row.id)
         parameters = {**row_range.parameters, "user_row": user_row, "wanted_header": wanted_header}
         for table in (_SNAPSHOTS, _EVENTS):
-            query = _select_keys_under_other_headers(table)
+            query = _select_keys_under_other_headers(table, dry_run)
             read, key = db.runner.data_db.read, table.key_columns
             async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
                 readable = [row for row in sizes if row[0] in ids_of]
@@ -275,7 +282,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         # key older than that of the session, so events appended later use the new data key.
         wanted_header = build_header(*wanted_key) if wanted_key else b""
         async for records in _records_of_sessions(
-            self._db, app_name, row.id, wanted_header, self._problems
+            self._db, app_name, row.id, wanted_header, self._problems, dry_run=self._dry_run
         ):
             await self._reencrypt(keys, tag, wanted_key, records)
             await self._meter.advance(len(records))
@@ -302,13 +309,12 @@ class DataRotationRun(RotationRun[DataRotation]):
     def _wanted_key(self, keys: TransactionKeys, owner_tag: bytes) -> tuple[int, int] | None:
         """Return the ids of the backend and the key that the owner's records are to have, or None.
 
-        Return None if the current data key is not the newest one, or is older than the rotation, as
-        in a dry run: `_reencrypt` then encrypts every record again, with the current key.
+        Return None in a dry run of a rotation that would create a new key: all records are to have
+        this key.
         """
         key = keys.current(owner_tag)
-        if key and keys.current_is_newest(owner_tag) and key.created_at >= self.result.since:
-            return key.backend_id, key.id
-        return None
+        is_new = key and key.created_at >= self.result.since and keys.current_is_newest(owner_tag)
+        return (key.backend_id, key.id) if key and (is_new or not self._dry_run) else None
 
     async def _reencrypt(
         self,
@@ -396,16 +402,23 @@ _ROWS = {table: sa.select(*table.table.c) for table in SEALED_TABLES}
 
 
 @functools.cache
-def _select_keys_under_other_headers(table: SealedTable[Any]) -> sa.Select[Any]:
-    """Select the primary keys and lengths of a user's records without `wanted_header`."""
+def _select_keys_under_other_headers(
+    table: SealedTable[Any], of_all_sessions: bool
+) -> sa.Select[Any]:
+    """Select the primary keys and lengths of a user's records without `wanted_header`.
+
+    Unless *of_all_sessions* is True, select only those of sessions that have this header.
+    """
+    wanted_header = sa.bindparam("wanted_header", type_=sa.LargeBinary)
+    of_session = [] if of_all_sessions else [header_column(sessions.c.state) == wanted_header]
     return (
         sa.select(*table.key_columns, sa.func.length(table.record_column))
         .select_from(table.table.join(sessions, sessions.c.id == table.key_columns[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
             *RowRange(0, 0).conditions(sessions.c.id),
-            header_column(table.record_column)
-            != sa.bindparam("wanted_header", type_=sa.LargeBinary),
+            header_column(table.record_column) != wanted_header,
+            *of_session,
         )
     )
 
@@ -416,8 +429,8 @@ def _replace_if_unchanged(table: SealedTable[Any]) -> sa.Update:
 
     The statement compares the row's version, if it has one, and the record's header, which names
     the key.  Every write changes the version, and every re-encryption changes the key.  An item has
-    no version, but the session is re-encrypted before its items: a service that replaces an item
-    encrypts it with the new key.
+    no version, but only items of collections that have the new key are re-encrypted: a service that
+    replaces such an item encrypts it with the new key or a newer one.
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)
