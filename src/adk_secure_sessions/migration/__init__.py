@@ -12,8 +12,9 @@ Several functions have these arguments:
 - `progress` is called with the number of sessions done, and the number of all.
 
 Every function raises `ConfigurationError` if one of the databases cannot be used, `WrongKeyError`
-if the root keys do not decrypt the keyring, `TamperedError` if a row of `secure_migrated` was
-modified, and `DatabaseError` if one of the databases raises an error.
+if the root keys do not decrypt the keyring, and `DatabaseError` if one of the databases raises an
+error.  `migrate`, `compare` and `erase_source` also raise `TamperedError` if a row of
+`secure_migrated` was modified.
 """
 
 from adk_secure_sessions.migration.adk_tables import AdkTables as AdkTables

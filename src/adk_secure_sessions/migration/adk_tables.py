@@ -199,7 +199,7 @@ class AdkTables(Source):
         return executors_for(*self._url_and_engine).data_db
 
     async def queries(self) -> AdkQueries:
-        """Return the statements; raise ConfigurationError if google-adk cannot read the tables."""
+        """Return the queries; raise ConfigurationError if there are no tables of google-adk."""
         if self._queries is None:
             made = await self.run_without_snapshot(
                 lambda connection: AdkQueries(connection, self._time_zone)

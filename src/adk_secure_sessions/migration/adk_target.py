@@ -96,7 +96,6 @@ class AdkTarget(ClosedByWith):
         self.is_open = True
 
     async def close(self) -> None:
-        """Close the connections."""
         if self.is_open:
             await self._reader.close()
         await self._executor.close()
