@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from adk_secure_sessions.cli.config import variable
+from adk_secure_sessions.cli.config import envvar
 from tests.maintenance.support import NEW, OLD, fill
 
 KEYS = {"OLD_KEY": OLD, "NEW_KEY": NEW}
@@ -14,7 +14,7 @@ KEYS = {"OLD_KEY": OLD, "NEW_KEY": NEW}
 def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, key in KEYS.items():
         monkeypatch.setenv(name, base64.b64encode(key).decode())
-    monkeypatch.delenv(variable("db"), raising=False)
+    monkeypatch.delenv(envvar("db"), raising=False)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from adk_secure_sessions import maintenance, migration
 from adk_secure_sessions.cli.adk_doctor import PlaintextReport
-from adk_secure_sessions.cli.database_commands import VerifyResult
+from adk_secure_sessions.cli.database_commands import VerifyOutput
 from adk_secure_sessions.integrations.artifact_migration import ArtifactMigration
 from adk_secure_sessions.integrations.blob_maintenance import BlobPurge
 from adk_secure_sessions.maintenance.debug import Location, RecordHeader
@@ -34,7 +34,7 @@ OUTPUTS: dict[str, list[Any]] = {
     "init": [maintenance.Initialization],
     "check": [maintenance.Check],
     "status": [maintenance.Status],
-    "verify": [VerifyResult],
+    "verify": [VerifyOutput],
     "debug lookup": [{"rows": (tuple[Location, ...], ROWS)}],
     "debug inspect": [{"rows": (tuple[RecordHeader, ...], ROWS)}],
     "purge sessions": [DRY_RUN, maintenance.SessionPurge],

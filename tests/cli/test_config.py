@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, SETTINGS, variable
+from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, SETTINGS, envvar
 from tests.cli.support import commands, on, run
 from tests.cli.test_help import PAGE
 
@@ -15,15 +15,15 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_every_option_can_come_from_the_environment(file: str) -> None:
-    environment = {variable("db"): file, variable("key"): "env:OLD_KEY"}
+    environment = {envvar("db"): file, envvar("key"): "env:OLD_KEY"}
     assert run("verify", **environment).code == 0
-    environment[variable("backend")] = "fernet"
+    environment[envvar("backend")] = "fernet"
     assert run("verify", **environment).code == 1
-    environment[variable("also-backend")] = "aesgcm no-op"
+    environment[envvar("also-backend")] = "aesgcm no-op"
     assert run("verify", **environment).code == 0
-    environment[variable("key")] = "env:NEW_KEY"
+    environment[envvar("key")] = "env:NEW_KEY"
     assert run("check", **environment).code == 2
-    environment[variable("also-key")] = "env:OLD_KEY env:NEW_KEY"
+    environment[envvar("also-key")] = "env:OLD_KEY env:NEW_KEY"
     assert run("check", **environment).code == 0
 
 
@@ -42,7 +42,7 @@ def test_file_and_environment_that_both_name_a_database_are_rejected(
     file: str, config: Path
 ) -> None:
     config.write_text(f'db = "{file}"\n')
-    said = run("verify", "--config", str(config), **{variable("db"): "sqlite:///other.db"})
+    said = run("verify", "--config", str(config), **{envvar("db"): "sqlite:///other.db"})
     assert said.code == 2
     assert "it has db, and so has the environment, ADK_SECURE_SESSIONS_DB" in said.stderr
 
@@ -81,7 +81,7 @@ def test_key_in_place_of_a_file_is_not_printed(config: Path) -> None:
 
 
 def test_page_names_every_variable_and_setting() -> None:
-    assert [name for name in IN_ENVIRONMENT if f"`{variable(name)}`" not in PAGE] == []
+    assert [name for name in IN_ENVIRONMENT if f"`{envvar(name)}`" not in PAGE] == []
     assert [name for name in SETTINGS if f"`{name}`" not in PAGE] == []
     assert f"`{CONFIG_VARIABLE}`" in PAGE
 
@@ -92,5 +92,5 @@ def test_every_setting_is_an_option_of_a_command() -> None:
 
 
 def test_options_of_the_command_line_come_first(file: str) -> None:
-    wrong = {variable("db"): "sqlite:///nowhere.db", variable("key"): "env:NEW_KEY"}
+    wrong = {envvar("db"): "sqlite:///nowhere.db", envvar("key"): "env:NEW_KEY"}
     assert run("verify", *on(file), **wrong).code == 0

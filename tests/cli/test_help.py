@@ -12,7 +12,7 @@ import pytest
 
 from adk_secure_sessions import AesGcmBackend, Audit, EncryptedSessionService, maintenance
 from adk_secure_sessions.cli import main
-from adk_secure_sessions.cli.config import variable
+from adk_secure_sessions.cli.config import envvar
 from tests.cli.support import commands, make_adk_tables, run
 from tests.pages import DOCS, ROOT, public_names
 
@@ -56,7 +56,7 @@ def test_page_has_no_command_that_there_is_not() -> None:
         dict.fromkeys(re.findall(r"^\| \[`(.*?)`\]", PAGE, re.MULTILINE))
     )
     assert set(titles) == {*SHARED, *commands()}
-    assert variable("db") in PAGE
+    assert envvar("db") in PAGE
 
 
 async def begin_trail() -> None:

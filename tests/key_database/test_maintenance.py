@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adk_secure_sessions.cli.config import variable
+from adk_secure_sessions.cli.config import envvar
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.maintenance import lookup, purge_sessions, record_headers, status, verify
 from adk_secure_sessions.maintenance.database import StatementLimits
@@ -94,8 +94,8 @@ def test_commands_take_the_key_database(
     files: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KEY", base64.b64encode(KEY).decode())
-    monkeypatch.delenv(variable("db"), raising=False)
-    monkeypatch.delenv(variable("key-db"), raising=False)
+    monkeypatch.delenv(envvar("db"), raising=False)
+    monkeypatch.delenv(envvar("key-db"), raising=False)
     data, keys = for_service(files.data), for_service(files.keys)
     key = ["--key", "env:KEY"]
     on = ["--db", data, "--key-db", keys]
@@ -103,7 +103,7 @@ def test_commands_take_the_key_database(
     assert (made.code, len(made.json["tables"])) == (0, 10)
     assert run("init", *on, *key).stdout == "created: 0 tables, 0 master keys\n"
     asyncio.run(fill(files))
-    environment = {variable("db"): data, variable("key-db"): keys}
+    environment = {envvar("db"): data, envvar("key-db"): keys}
     assert run("verify", *key, **environment).code == 0
     assert "secure_events" in run("status", **environment).stdout
     assert run("debug", "inspect", "secure_data_keys", *on).stdout.count("\n") == 8

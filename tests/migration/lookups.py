@@ -83,7 +83,7 @@ class MemoryLookup(AdkTables):
             return header
         return header._replace(events=deepcopy(self.sessions_by_ids[key][1].events))
 
-    def limit_reads(self, seconds: float | None) -> None:
+    def set_read_timeout(self, seconds: float | None) -> None:
         pass
 
     async def close(self) -> None:

@@ -247,8 +247,8 @@ async def test_source_that_forbids_the_deletion_is_not_marked_as_erased(
 
 
 def faulty_writer(source: AdkTables) -> FaultyExecutor:
-    writer = FaultyExecutor(source.writer())
-    source.writer = lambda: writer  # type: ignore[method-assign]
+    writer = FaultyExecutor(source.open_writer())
+    source.open_writer = lambda: writer  # type: ignore[method-assign]
     return writer
 
 

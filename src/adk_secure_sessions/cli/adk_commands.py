@@ -55,7 +55,7 @@ class AdkCommand(click.Command):
         if command is None:
             text = f"the installed google-adk has no command {self.name}"
             raise Failure(text, "ConfigurationError")
-        return _without_plaintext(command).make_context(info_name, *args, **extra)
+        return _guarded(command).make_context(info_name, *args, **extra)
 
 
 @main.group()
@@ -72,7 +72,7 @@ for _name, _help in _ADK_COMMANDS.items():
     adk.add_command(AdkCommand(_name, help=_help))
 
 
-def names_of(known: Collection[str]) -> Callable[[str], set[str]]:
+def names_among(known: Collection[str]) -> Callable[[str], set[str]]:
     """Return a function that converts names of *known*, separated by commas, to a set."""
 
     def convert(given: str) -> set[str]:
@@ -84,7 +84,7 @@ def names_of(known: Collection[str]) -> Callable[[str], set[str]]:
     return convert
 
 
-def _without_plaintext(command: click.Command) -> click.Command:
+def _guarded(command: click.Command) -> click.Command:
     """Return a copy of google-adk's *command* that stores no plaintext without permission.
 
     Before the copy runs, `_prepare` checks the arguments.  The copy has two more options:
@@ -103,14 +103,14 @@ def _without_plaintext(command: click.Command) -> click.Command:
         ["--allow-plaintext"],
         metavar="KINDS",
         default="",
-        type=names_of(PLAINTEXT_KINDS),
+        type=names_among(PLAINTEXT_KINDS),
         help="What may be written as plaintext: sessions, artifacts, memory, evaluations, logs, "
         "plugins or traces, separated by commas.",
     )
     guarded.params = [service_uri, allow_plaintext, *map(_with_fewer_logs, command.params)]
 
     @click.pass_context
-    def run(
+    def run_guarded(
         context: click.Context,
         /,
         service_uri: str | None,
@@ -123,7 +123,7 @@ def _without_plaintext(command: click.Command) -> click.Command:
         with _ending_quietly():
             return context.invoke(command.callback or (lambda **_: None), **arguments)
 
-    guarded.callback = run
+    guarded.callback = run_guarded
     return guarded
 
 

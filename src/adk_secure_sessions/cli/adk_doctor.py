@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from adk_secure_sessions.cli.adk_commands import URI_VARIABLE, adk, names_of
+from adk_secure_sessions.cli.adk_commands import URI_VARIABLE, adk, names_among
 from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import one_line_errors
 from adk_secure_sessions.errors import ConfigurationError
@@ -74,7 +74,7 @@ class PlaintextReport(Result):
     "--allow",
     metavar="NAMES",
     default="",
-    type=names_of(LEAK_CHECKS),
+    type=names_among(LEAK_CHECKS),
     help="Names of places to leave out, separated by commas, such as eval-sets,logging-plugin.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")

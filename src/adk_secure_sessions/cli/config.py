@@ -25,7 +25,7 @@ SETTINGS = {
 IN_ENVIRONMENT = tuple(name for name in SETTINGS if name != "rows-per-second")
 
 
-def variable(option: str) -> str:
+def envvar(option: str) -> str:
     """Return the name of the environment variable for *option*, such as `also-key`."""
     return PREFIX + option.upper().replace("-", "_")
 
@@ -64,6 +64,6 @@ def _problem(name: str, value: object) -> str | None:
         return f"{name} must be {kind}"
     # If the file and the environment both have the setting, do not guess which value is meant: a
     # command may delete sessions.
-    if name in IN_ENVIRONMENT and os.environ.get(variable(name)):
-        return f"it has {name}, and so has the environment, {variable(name)}: remove one of them"
+    if name in IN_ENVIRONMENT and os.environ.get(envvar(name)):
+        return f"it has {name}, and so has the environment, {envvar(name)}: remove one of them"
     return None

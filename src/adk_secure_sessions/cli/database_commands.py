@@ -14,7 +14,7 @@ from adk_secure_sessions.cli.lazy_packages import (
     blob_maintenance,
     maintenance,
 )
-from adk_secure_sessions.cli.options import POSITIVE_NUMBER, on_database, with_speed, with_store
+from adk_secure_sessions.cli.options import POSITIVE_NUMBER, on_database, with_rate, with_store
 from adk_secure_sessions.cli.output import (
     end_command,
     print_lines,
@@ -95,7 +95,7 @@ def check(db: Database, timeout: float) -> None:
 
 
 @main.command()
-@with_speed
+@with_rate
 @on_database(keys="optional")
 def status(db: Database, **options: Any) -> None:
     """Count records by backend, and data keys by data master.  No root key is needed.
@@ -113,7 +113,7 @@ def status(db: Database, **options: Any) -> None:
 
 
 @dataclass
-class VerifyResult(Result):
+class VerifyOutput(Result):
     """The output of verify.
 
     Attributes:
@@ -150,7 +150,7 @@ class VerifyResult(Result):
     "chains, were removed.  Repeatable.",
 )
 @with_store(required=False)
-@with_speed
+@with_rate
 @on_database()
 def verify(
     db: Database,
@@ -174,7 +174,7 @@ def verify(
         raise click.UsageError(f"--only {only} checks no contents: omit --store or --only")
     if only not in (None, "trail") and heads:
         raise click.UsageError("--heads is for the audit trail")
-    result = VerifyResult()
+    result = VerifyOutput()
     with ExitStack() as files, runner_for(db, resume_hint=None) as runner:
         # Only a line feed ends a line: other text of a line may contain a carriage return.
         logs = {

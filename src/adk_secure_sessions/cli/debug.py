@@ -15,7 +15,7 @@ from adk_secure_sessions.results import Result, aligned
 
 
 @dataclass
-class Rows(Result):
+class FoundRows(Result):
     """The output of debug lookup and debug inspect: what the command found in *rows*."""
 
     rows: "tuple[maintenance.Location | maintenance.RecordHeader, ...]"
@@ -47,7 +47,7 @@ def lookup(db: Database, **ids: Any) -> None:
       adk-secure-sessions debug lookup --db sqlite:///sessions.db --key file:root.key \\
           --app clinic --user ada
     """
-    print_result(Rows(run(db, maintenance.lookup, resume_hint=None, **ids)))
+    print_result(FoundRows(run(db, maintenance.lookup, resume_hint=None, **ids)))
 
 
 def _complete_table(
@@ -80,4 +80,4 @@ def inspect(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
-    print_result(Rows(run(db, maintenance.record_headers, resume_hint=None, **options)))
+    print_result(FoundRows(run(db, maintenance.record_headers, resume_hint=None, **options)))

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from adk_secure_sessions.cli.lazy_packages import Database, maintenance
-from adk_secure_sessions.cli.options import on_database, with_one_app, with_speed
+from adk_secure_sessions.cli.options import on_database, with_one_app, with_rate
 from adk_secure_sessions.cli.output import print_result
 from adk_secure_sessions.cli.program import main, run
 
@@ -25,7 +25,7 @@ def index() -> None:
     is_flag=True,
     help="Allow searches even if some sessions cannot be decrypted.",
 )
-@with_speed
+@with_rate
 @on_database()
 def fill(db: Database, **options: Any) -> None:
     """Store the missing rows of the search index of some state keys, and then allow searches.

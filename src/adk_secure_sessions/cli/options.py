@@ -11,7 +11,7 @@ import click
 from adk_secure_sessions import audit
 from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.cli import metrics
-from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, read_config, variable
+from adk_secure_sessions.cli.config import CONFIG_VARIABLE, IN_ENVIRONMENT, envvar, read_config
 from adk_secure_sessions.cli.lazy_packages import ArtifactStore, maintenance
 from adk_secure_sessions.cli.program import CommonOption, help_all, one_line_errors
 from adk_secure_sessions.formats import times
@@ -41,7 +41,7 @@ class _PositiveNumber(click.FloatRange):
 
 
 POSITIVE_NUMBER = _PositiveNumber(min=0, min_open=True)
-with_speed: Decorator = click.option(
+with_rate: Decorator = click.option(
     "--rows-per-second", type=POSITIVE_NUMBER, help="Process at most this many rows per second."
 )
 with_dry_run: Decorator = click.option(
@@ -97,7 +97,7 @@ with_app_and_user: Decorator = with_all(
 
 def _common_option(option: str, *names: str, **settings: Any) -> Decorator:
     if (name := option.removeprefix("--")) in IN_ENVIRONMENT:
-        settings["envvar"] = variable(name)
+        settings["envvar"] = envvar(name)
     return click.option(option, *names, cls=CommonOption, show_envvar=True, **settings)
 
 
@@ -105,7 +105,7 @@ def _common_option(option: str, *names: str, **settings: Any) -> Decorator:
 TARGET_URL_OPTION = click.option(
     "--to",
     "db",
-    envvar=variable("db"),
+    envvar=envvar("db"),
     show_envvar=True,
     required=True,
     metavar="URL",
@@ -209,7 +209,7 @@ def on_database(
 
     def decorate(command: CommandFunction) -> CommandFunction:
         @functools.wraps(command)
-        def run(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
+        def wrapper(db: str, key_db: str | None, audit_log: str | None, **options: Any) -> Any:
             del options["as_json"]  # `print_result` asks click for it
             packing = Packing(options.pop("compression", None), options.pop("padding", None))
             backends = () if keys == "none" else _backends(options, required=keys == "required")
@@ -227,7 +227,7 @@ def on_database(
             with audit.appending_to(log):
                 return command(db=database, **options)
 
-        return with_all(*([] if keys == "none" else _KEY_OPTIONS), url, *_DATABASE_OPTIONS)(run)
+        return with_all(*([] if keys == "none" else _KEY_OPTIONS), url, *_DATABASE_OPTIONS)(wrapper)
 
     return decorate
 
@@ -238,7 +238,7 @@ def _backends(options: dict[str, Any], *, required: bool) -> tuple[Any, ...]:
     specs = [spec for spec in (key, *options.pop("also_key")) if spec is not None]
     names = [backend, *options.pop("also_backend")]
     if key is None and backend != NO_OP and (required or specs):
-        raise click.UsageError(f"give --key SPEC or set {variable('key')}: it names the root key")
+        raise click.UsageError(f"give --key SPEC or set {envvar('key')}: it names the root key")
     # A command that works without keys gets no backends unless a key or no-op is given: the default
     # backend cannot be created without a key.
     if not (required or specs or NO_OP in names):

@@ -12,7 +12,7 @@ from adk_secure_sessions.cli.options import (
     with_confirm,
     with_dry_run,
     with_one_app,
-    with_speed,
+    with_rate,
     with_store,
 )
 from adk_secure_sessions.cli.output import print_result
@@ -28,7 +28,7 @@ def purge() -> None:
 @age_option("--older-than", "Also delete sessions whose last event is older; 0d: of any age.")
 @with_app_and_user
 @with_dry_run
-@with_speed
+@with_rate
 @on_database()
 def purge_sessions(db: Database, **options: Any) -> None:
     """Delete expired sessions, and sessions older than AGE, with all their events.

@@ -13,7 +13,7 @@ from adk_secure_sessions.cli.options import (
     with_all,
     with_confirm,
     with_dry_run,
-    with_speed,
+    with_rate,
     with_store,
 )
 from adk_secure_sessions.cli.output import end_command, print_lines, print_result, progress
@@ -35,7 +35,7 @@ _with_rotation_options = with_all(
         help="Then delete the replaced keys, as the command `retire` does.",
     ),
     with_dry_run,
-    with_speed,
+    with_rate,
     on_database(),
 )
 
@@ -157,7 +157,7 @@ def _confirm_continuation(
 
 @main.command()
 @with_dry_run
-@with_speed
+@with_rate
 @on_database()
 def retire(db: Database, **options: Any) -> None:
     """Delete the data keys and data masters that were replaced and that no row needs any more.
@@ -173,7 +173,7 @@ def retire(db: Database, **options: Any) -> None:
 
 @main.command()
 @with_confirm
-@with_speed
+@with_rate
 @on_database()
 def separate(db: Database, **options: Any) -> None:
     """Give a copy of a database an id and keys of its own.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, tzinfo
 from enum import StrEnum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.mysql import CHAR
@@ -96,10 +96,16 @@ _PAIRS = zip(_EVENT_KEY, _SESSION_KEY, strict=True)
 _SESSION_EVENTS = ADK_SESSIONS.join(_EVENTS, sa.and_(*(key == id_ for key, id_ in _PAIRS)))
 
 T = TypeVar("T")
-# A session, its row, and the rows of its events.
-SourceSessionRows = tuple[ListedSession, Row, list[Row]]
 # The keys of apps or users, each with the unconverted state.
 StateRows = Sequence[tuple[Ids, Any]]
+
+
+class SourceSessionRows(NamedTuple):
+    """A session, its row, and the rows of its events."""
+
+    session: ListedSession
+    row: Row
+    events: list[Row]
 
 
 def _pages(read: Callable[[Ids | None], list[T]]) -> Iterator[list[T]]:
@@ -254,7 +260,7 @@ class AdkQueries:
                 session_rows[1].append(columns)
         by_ids: dict[Ids, ListedSession] = {session.ids: session for session in sessions}
         found = ((by_ids.get(self._text_ids(ids)), rows) for ids, rows in rows_of.items())
-        return [(session, *rows) for session, rows in found if session is not None]
+        return [SourceSessionRows(one, *rows) for one, rows in found if one is not None]
 
     def sessions_with_prefix(
         self, connection: sa.Connection, key: Sequence[str], after: Ids | None, limit: int
@@ -268,7 +274,7 @@ class AdkQueries:
         sessions = self._sessions(
             connection, conditions, after, limit, self._text(ADK_SESSIONS.c.state), sa.literal(0)
         )
-        return [(session, row, []) for session, row, _ in sessions]
+        return [SourceSessionRows(session, row, []) for session, row, _ in sessions]
 
     def owner_state(self, connection: sa.Connection, table: sa.Table, key: Sequence[str]) -> Any:
         """Return the state of an app or a user, unconverted; None if there is no row.
@@ -295,7 +301,7 @@ class AdkQueries:
         return connection.execute(query.order_by(_EVENTS.c.timestamp, tie_breaker)).all()
 
     def convert_sessions(self, found: Sequence[SourceSessionRows]) -> Contents:
-        return {session[0]: try_convert(self.convert_session, *session) for session in found}
+        return {rows.session: try_convert(self.convert_session, *rows) for rows in found}
 
     def convert_states(self, rows: StateRows) -> States:
         return {key: try_convert(self._convert_owner_state, key, state) for key, state in rows}

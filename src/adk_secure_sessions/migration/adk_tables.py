@@ -88,9 +88,9 @@ class AdkTables(Source):
         self._time_zone = time_zone
         self._queries: AdkQueries | None = None
         self._executors: dict[float | None, Executor] = {}  # by the limit of their reads
-        self.limit_reads(None)
+        self.set_read_timeout(None)
 
-    def limit_reads(self, seconds: float | None) -> None:
+    def set_read_timeout(self, seconds: float | None) -> None:
         """From now on, interrupt each transaction that reads for longer than *seconds*."""
         if seconds not in self._executors:
             url, engine = self._read_only_url, self._url_and_engine[1]
@@ -149,7 +149,7 @@ class AdkTables(Source):
         """Return the session with these ids; None if there is none."""
         key = (app_name, user_id, session_id)
         rows = await self._run(AdkQueries.sessions_with_prefix, key=key, after=None, limit=1)
-        return rows[0][0] if rows else None
+        return rows[0].session if rows else None
 
     async def sessions_of(self, app_name: str, user_id: str | None) -> AsyncIterator[Contents]:
         """Yield the sessions of a user, or of an app, in batches and without their events."""
@@ -194,7 +194,7 @@ class AdkTables(Source):
 
         return await with_retries(lambda: self._executor.run_sync(read, commit=False))
 
-    def writer(self) -> Executor:
+    def open_writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""
         return executors_for(*self._url_and_engine).data_db
 

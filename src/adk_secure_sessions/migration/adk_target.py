@@ -120,7 +120,7 @@ class AdkTarget(ClosedByWith):
         ]
         if len({row["id"] for row in rows}) < len(rows):
             raise ConversionError("two of its events have the same id")
-        self._keep_order(rows, content.events)
+        self._make_timestamps_increase(rows, content.events)
         return row, rows
 
     async def insert(self, batch: Mapping[Ids, TargetRows]) -> dict[Ids, str]:
@@ -206,7 +206,9 @@ class AdkTarget(ClosedByWith):
             "event_data": self._json_text(event_json(event)),
         }
 
-    def _keep_order(self, rows: list[dict[str, Any]], history: Sequence[EncodedEvent]) -> None:
+    def _make_timestamps_increase(
+        self, rows: list[dict[str, Any]], history: Sequence[EncodedEvent]
+    ) -> None:
         """Change the column `timestamp` so that google-adk keeps the order of *rows*.
 
         google-adk sorts events by this column.  If the value of an event is not greater than the

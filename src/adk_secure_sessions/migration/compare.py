@@ -161,7 +161,7 @@ class ComparisonRun:
             for state in batch:
                 await self._compare(state)
         async for found in self.scan.rescan():
-            is_unreadable = isinstance(found, GoneCopy) and found.row is None
+            is_unreadable = isinstance(found, GoneCopy) and found.migrated_row is None
             result.different += is_unreadable
             result.changed_in_source += not is_unreadable
             if isinstance(found, GoneCopy):

@@ -120,7 +120,7 @@ async def erase_source(
     # An empty source is perhaps the wrong one, and ends no migration.
     imports, ends_migration = db.imports, comparison.mark_stored
     has_stored_erased_mark = ends_migration and await imports.store_mark(source_is_erased=True)
-    queries, executor = await source.queries(), source.writer()
+    queries, executor = await source.queries(), source.open_writer()
     # Also those of attempts whose connection was lost: they may have been committed.
     deleted_counts: list[tuple[int, int, int]] = []
 

@@ -109,7 +109,7 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
                 "a database of adk-secure-sessions 1.x cannot be the source of a fallback, because "
                 "it is not plaintext: stop the application, and copy the database with `migrate`"
             )
-        source.limit_reads(read_timeout)
+        source.set_read_timeout(read_timeout)
         self.fallback_reads: int = 0
         self.copied_sessions: int = 0
         self._service = service

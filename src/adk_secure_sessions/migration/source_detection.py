@@ -84,7 +84,7 @@ async def open_source(
                 "the source, of adk-secure-sessions 1.x, has no key database: omit --from-key-db "
                 "(key_db_url)"
             )
-        secrets = chain.from_iterable(map(_secrets, keys))
+        secrets = chain.from_iterable(map(_package_1x_keys, keys))
         return Package1xTables(db_url, secrets, time_zone=time_zone)
     if has_ours and (has_keys or len(kinds) == 1):
         if not has_keys:
@@ -106,7 +106,7 @@ async def open_source(
 
 
 @hides_locals
-def _secrets(spec: str) -> list[str | bytes]:
+def _package_1x_keys(spec: str) -> list[str | bytes]:
     """Return the key or the passphrase of adk-secure-sessions 1.x that *spec* names.
 
     If a file contains 32 bytes of text, they may be an AES key or a passphrase: return both.

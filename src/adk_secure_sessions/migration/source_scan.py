@@ -67,14 +67,14 @@ StateEntry = SourceEntry[bytes | Unreadable]  # *content* is JSON
 class GoneCopy(NamedTuple):
     """A copied session that the source no longer lists, and the reason to report it.
 
-    If the target cannot decrypt its ids, *row* is None, and the table and row take the place of the
-    session id.
+    If the target cannot decrypt its ids, *migrated_row* is None, and the table and row take the
+    place of the session id.
     """
 
     ids: tuple[str, str, str]
     tag: bytes
     reason: str
-    row: MigratedRow | None = None
+    migrated_row: MigratedRow | None = None
 
 
 @dataclass(repr=False, eq=False)
