@@ -6,6 +6,7 @@ What every executor promises is tested in `test_executors`.
 import asyncio
 import gc
 import importlib
+import math
 import os
 import shutil
 import sqlite3
@@ -13,7 +14,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import pytest
 import sqlalchemy as sa
 
 from adk_secure_sessions.db import sqlite
-from adk_secure_sessions.db.protocol import Apply, Change, Read, Steps
+from adk_secure_sessions.db.protocol import Apply, Change, Read, Steps, with_retries
 from adk_secure_sessions.db.sqlite import Job, SqliteExecutor
 from adk_secure_sessions.errors import DatabaseError
 from tests.processes import results
@@ -73,10 +74,22 @@ async def test_failing_transaction_takes_only_itself_back(numbers: SqliteExecuto
         yield from add(7)
         raise RuntimeError("no")
 
-    work = [numbers.write(partial(add, n)) for n in range(5)]
-    results = await asyncio.gather(*work, numbers.write(broken), return_exceptions=True)
-    assert [type(result) for result in results] == [bool] * 5 + [RuntimeError]
-    assert await stored(numbers) == [0, 1, 2, 3, 4]
+    def insert(number: int) -> Awaitable[bool]:
+        begun.append(number)
+        return numbers.write(partial(add, number))
+
+    begun: list[int] = []
+    for first, attempts in ((0, 2), (10, 1)):  # the others are repeated unless they had savepoints
+        blocker = asyncio.ensure_future(with_retries(lambda: numbers.write(wait)))
+        await asyncio.sleep(0.05)
+        work = [with_retries(partial(insert, n)) for n in range(first, first + 5)]
+        results = await asyncio.gather(*work, numbers.write(broken), return_exceptions=True)
+        assert [type(result) for result in results] == [bool] * 5 + [RuntimeError]
+        assert sorted(begun) == sorted([*range(first, first + 5)] * attempts)
+        await blocker
+        begun.clear()
+        numbers._threads[0]._savepoints_until = math.inf
+    assert await stored(numbers) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
 
 async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None:
@@ -175,11 +188,11 @@ async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks
         yield from add(number)
         raise RuntimeError(str(number))
 
-    blocker = asyncio.ensure_future(numbers.write(wait))
+    blocker = asyncio.ensure_future(with_retries(lambda: numbers.write(wait)))
     await asyncio.sleep(0.05)
     works = [add if number % 3 else broken for number in range(30)]
     tasks = [
-        asyncio.ensure_future(numbers.write(partial(work, number)))
+        asyncio.ensure_future(with_retries(partial(numbers.write, partial(work, number))))
         for number, work in enumerate(works)
     ]
     await asyncio.sleep(0.01)
