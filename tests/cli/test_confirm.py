@@ -130,13 +130,6 @@ def test_name_of_a_database_on_a_server_is_the_name_that_the_server_knows(
     assert query(place, "SELECT count(*) FROM secure_users") == [(1,)]
 
 
-def test_dry_runs_ask_nothing(files: Path) -> None:
-    before = contents(files)
-    for command in ("erase-user", "migrate erase-source"):
-        assert run(*arguments(command), "--dry-run").code == 0
-    assert contents(files) == before
-
-
 def test_erasing_a_user_with_artifacts_names_the_command_that_deletes_their_contents(
     file: str, tmp_path: Path
 ) -> None:

@@ -175,8 +175,3 @@ def test_wrong_usage_is_a_failure_in_json(wrong: list[str]) -> None:
 def test_failure_of_a_later_step_contains_the_result_of_the_first(file: str) -> None:
     failure = check(run("verify", *on(file), "--store", "nowhere", "--json"), "failure")
     assert (failure["error"], failure["result"]["rows"]["events"]) == ("ConfigurationError", 12)
-
-
-def test_wrong_key_names_its_class(file: str) -> None:
-    failure = check(run("verify", *on(file, "env:NEW_KEY"), "--json"), "failure")
-    assert failure["error"] == "WrongKeyError"

@@ -54,7 +54,6 @@ async def detect(url: Any = None, **options: Any) -> frozenset[TableKind]:
         return await source.run_without_snapshot(kinds_in)
 
 
-LONG = ["v1-postgresql", "v1-mysql", "sqlite-service"]
 # Schema v0 needs a process that loads pickles, which takes seconds: see `in_v0`.
 SERVERS = ["v0-sqlite", "v1-mysql", "v1-mariadb", "v1-psycopg", "v0-postgresql", "v0-mysql"]
 kind = each_kind("v1-sqlite", "v1-postgresql", "sqlite-service", soak=SERVERS)
@@ -295,19 +294,6 @@ async def test_every_session_of_many_pages_is_read_once(adk: Adk) -> None:
         sizes = [len(batch) async for batch in source.sessions(Selection())]
         assert max(sizes) <= 500
         assert len(sizes) < number / 300
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["v1-sqlite", *(pytest.param(name, marks=[pytest.mark.soak]) for name in LONG)],
-)
-@pytest.mark.skipif(ADK < (2, 7), reason="the column was used for the time of an event")
-async def test_long_histories_are_read(adk: Adk) -> None:
-    insert_sessions(adk, 8)
-    insert_events(adk, "s0", 1500)
-    insert_events(adk, "s7", 60)
-    async with adk.source() as source:
-        assert await assert_same_as_adk(adk.service, source) == 1560
 
 
 @pytest.mark.parametrize("kind", ["v1-sqlite"])

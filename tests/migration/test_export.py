@@ -641,20 +641,6 @@ def test_nothing_is_decrypted_without_the_word(file_url: str, tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_problems_are_named_without_content(file_url: str, tmp_path: Path) -> None:
-    asyncio.run(fill_with_needles(file_url))
-    run_sql(file_url, "UPDATE secure_events SET event = x'00'")
-    output = ["--to", f"sqlite:///{tmp_path}/a.db", "--decrypt"]
-    said = run("export", *on(file_url), *output)
-    assert said.code == 1
-    assert "session " in said.stdout
-    stopped = "stopped there: to export the other sessions, run the same command again with --skip"
-    assert stopped in said.stdout
-    as_json = run("export", *on(file_url), *output, "--skip-bad", "--json")
-    assert (as_json.code, as_json.json["bad"], as_json.json["stopped"]) == (1, 1, False)
-    assert needles.found_in(said.stdout + said.stderr + as_json.stdout) == set()
-
-
 def test_command_exports_and_compares(file_url: str, tmp_path: Path) -> None:
     asyncio.run(fill(file_url))
     output = ["--to", f"sqlite:///{tmp_path}/adk.db", "--decrypt", "--verify"]
@@ -719,16 +705,25 @@ def test_no_plaintext_is_written_to_an_encrypted_database(file_url: str, tmp_pat
         assert b"app_states" not in path.read_bytes()
 
 
-def test_export_that_stops_says_how_to_continue(file_url: str, tmp_path: Path) -> None:
-    asyncio.run(fill(file_url))
+def test_export_that_stops_says_how_to_continue_and_no_content(
+    file_url: str, tmp_path: Path
+) -> None:
+    asyncio.run(fill_with_needles(file_url))
     run_sql(file_url, "UPDATE secure_events SET event = x'00'")
     path = tmp_path / "a.jsonl"
-    said = run("export", *on(file_url), "--jsonl", str(path), "--decrypt")
-    advice = f"delete '{path}', and then run the same command again with --skip-bad"
-    assert (said.code, advice in said.stdout) == (1, True)
-    path.unlink()
-    again = run("export", *on(file_url), "--jsonl", str(path), "--decrypt", "--skip-bad")
-    assert (again.code, "stopped" in again.stdout) == (1, False)
+    for output, first in (
+        (["--to", f"sqlite:///{tmp_path}/a.db"], ""),
+        (["--jsonl", str(path)], f"delete '{path}', and then "),
+    ):
+        command = ["export", *on(file_url), *output, "--decrypt"]
+        said = run(*command)
+        advice = f"to export the other sessions, {first}run the same command again with --skip-bad"
+        assert (said.code, f"stopped there: {advice}" in said.stdout) == (1, True)
+        assert "session " in said.stdout
+        path.unlink(missing_ok=True)
+        again = run(*command, "--skip-bad", "--json")
+        assert (again.code, again.json["bad"], again.json["stopped"]) == (1, 1, False)
+        assert needles.found_in(said.stdout + said.stderr + again.stdout) == set()
 
 
 def reads_a_session(step: Any, answer: Any) -> bool:

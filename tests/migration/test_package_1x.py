@@ -194,19 +194,6 @@ async def test_database_of_a_release_is_read_as_that_release_read_it(
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
 
 
-async def test_initial_state_of_a_release_before_1_1_stays_in_its_session(file: Path) -> None:
-    """Its keys `app:` and `user:` were visible in that session only."""
-    restore(file, "release_1_0_passphrase")
-    async with source(file, PASSPHRASE) as of:
-        assert await states(of) == {
-            "shop": {"motd": "héllo"},
-            ("shop", "alice"): {"lang": "日本語"},
-        }
-        found = (await contents(of))["shop", "bób", "s-bób-1"]
-        assert isinstance(found, SessionContent)
-        assert load_state(found.state) == {"user:name": "Bób", "k": "v"}
-
-
 # --- on each database ----------------------------------------------------------------------------
 
 

@@ -9,12 +9,7 @@ from google.adk.events import EventActions
 from google.adk.sessions import BaseSessionService, InMemorySessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 
-from adk_secure_sessions import (
-    AesGcmBackend,
-    ConfigurationError,
-    EncryptedSessionService,
-    generate_key,
-)
+from adk_secure_sessions import ConfigurationError
 from adk_secure_sessions.formats.json_text import load_state
 from adk_secure_sessions.migration import compare, migrate
 from adk_secure_sessions.migration.service_source import ServiceSource
@@ -111,12 +106,6 @@ async def test_final_states_of_interleaved_sessions_are_read() -> None:
     source = ServiceSource(service, ["app"])
     assert await assert_same_as_adk(service, source) == 6
     assert (await states_of(source))[1] == {("app", "user"): {"k": two.id}}
-
-
-async def test_service_of_this_package_is_read() -> None:
-    async with EncryptedSessionService(":memory:", AesGcmBackend(generate_key())) as service:
-        await fill(service, [said(), setting(a=1)], state={"user:u": 1})
-        assert await assert_same_as_adk(service, ServiceSource(service, ["app"])) == 2
 
 
 async def test_service_that_lists_users_one_by_one_is_read() -> None:
