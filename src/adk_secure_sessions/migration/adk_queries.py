@@ -224,8 +224,9 @@ class AdkQueries:
 
     def session_versions(self, connection: sa.Connection) -> Iterator[ListedSession]:
         """Yield all sessions.  Reading their sizes, too, would take 17 times as long."""
-        others = SESSION_PAGE, sa.null(), sa.literal(0)
-        for page in _pages(lambda after: self._sessions(connection, [], after, *others)):
+        nothing, zero = sa.null(), sa.literal(0)
+        read = partial(self._sessions, connection, [], limit=SESSION_PAGE, state=nothing, size=zero)
+        for page in _pages(read):
             yield from (session for session, _, _ in page)
 
     def all_states(self, connection: sa.Connection) -> Iterator[StateRows]:

@@ -201,12 +201,13 @@ class AdkTables(Source):
     async def queries(self) -> AdkQueries:
         """Return the queries; raise ConfigurationError if there are no tables of google-adk."""
         if self._queries is None:
-            made = await self.run_without_snapshot(
-                lambda connection: AdkQueries(connection, self._time_zone)
-            )
+            made = await self._make_queries()
             # If several tasks were first, all use one object: `close` ends the process of one only.
             self._queries = self._queries or made
         return self._queries
+
+    async def _make_queries(self) -> AdkQueries:
+        return await self.run_without_snapshot(partial(AdkQueries, time_zone=self._time_zone))
 
     async def _run(self, query: Callable[..., T], **arguments: Any) -> T:
         """Call *query*, a method of `AdkQueries`, in a snapshot."""

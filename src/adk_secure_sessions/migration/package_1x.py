@@ -88,22 +88,20 @@ class Package1xTables(AdkTables):
     def description(self) -> str:
         return TableKind.PACKAGE_1X.value
 
-    async def queries(self) -> AdkQueries:
-        if self._queries is None:
-            work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
-            queries = await self.run_without_snapshot(work)
-            samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, 2)))
-            states = await to_thread(
-                lambda: [try_convert(queries.convert_state, state) for state in samples]
+    async def _make_queries(self) -> AdkQueries:
+        work = partial(_Package1xQueries, time_zone=self._time_zone, keys=self._keys)
+        queries = await self.run_without_snapshot(work)
+        samples = await self.run_in_snapshot(lambda c: list(non_json_states(c, 2)))
+        states = await to_thread(
+            lambda: [try_convert(queries.convert_state, state) for state in samples]
+        )
+        reasons = [state.reason for state in states if isinstance(state, Unreadable)]
+        if reasons and len(reasons) == len(states):
+            raise WrongKeyError(
+                "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
+                f"give the keys of its backends ({reasons[0]})"
             )
-            reasons = [state.reason for state in states if isinstance(state, Unreadable)]
-            if reasons and len(reasons) == len(states):
-                raise WrongKeyError(
-                    "no key decrypts the first states of this database of adk-secure-sessions 1.x: "
-                    f"give the keys of its backends ({reasons[0]})"
-                )
-            self._queries = queries
-        return self._queries
+        return queries
 
 
 @hides_locals
