@@ -221,7 +221,9 @@ def test_ctrl_c_says_that_it_is_safe_and_how_to_go_on(
         "the same command again\n",
     )
     restarted = press_ctrl_c(monkeypatch, *name.split(), *on(file), "--restart")
-    assert restarted.stderr.endswith("run the same command again, without --restart\n")
+    assert restarted.stderr.endswith(
+        "again, without --restart if `status` shows the new rotation\n"
+    )
     done = run(*name.split(), *on(file))
     assert (done.code, done.stderr.startswith("continues the rotation begun ")) == (0, True)
     assert run("verify", *on(file)).code == 0

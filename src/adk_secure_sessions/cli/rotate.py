@@ -120,7 +120,8 @@ def _rotate(
     """
     if retire and dry_run:
         raise click.UsageError("--dry-run cannot tell what --retire would delete: omit one of them")
-    without = ", without --restart" if restart else ""
+    # Until the new rotation is stored, a run without --restart would continue the old one.
+    without = ", without --restart if `status` shows the new rotation" if restart else ""
     with runner_for(db, resume_hint=f"{AGAIN}{without}") as runner:
         if not restart:
             for unfinished in runner.run(maintenance.unfinished_rotations(db)):
