@@ -302,7 +302,8 @@ def test_status_in_the_middle_of_a_rotation_says_how_much_is_done(rotate: Any, f
 
 
 @pytest.mark.parametrize(
-    ("days", "text", "code"), [(400, "400 days in the future: a clock", 1), (-3, "3 days old", 0)]
+    ("days", "text", "code"),
+    [(400, "400 days in the future: a clock", 1), (-3, "3 days old", 0), (0.005, "0 days old", 0)],
 )
 def test_master_key_from_the_future_is_a_problem(
     days: int, text: str, code: int, file_url: str

@@ -46,6 +46,7 @@ from adk_secure_sessions.storage.survey import FeatureName, Survey
 _INDENT = "  "
 _AGAIN = "it runs or was stopped; running {} again is safe and continues it"
 _FUTURE = "a clock is or was wrong, and `status` exits 1 until then"
+_MAX_CLOCK_DIFFERENCE = 600  # seconds, between machines whose clocks are right
 
 
 class MasterKey(NamedTuple):
@@ -57,7 +58,7 @@ class MasterKey(NamedTuple):
         root_key_id: The id of the root key that wraps the master key; `none` if the master key is
             stored as plaintext.
         created_at: When the master key was created, in microseconds since 1970, UTC.
-        age: Seconds since `created_at`.  An age below zero is a problem: the clock was ahead when
+        age: Seconds since `created_at`.  An age below -600 is a problem: the clock was ahead when
             the key was created, or this clock is behind.
         is_unwrapped: Whether the given root keys can unwrap the master key; None if no root keys
             were given.
@@ -71,9 +72,13 @@ class MasterKey(NamedTuple):
     is_unwrapped: bool | None
 
     @property
+    def is_of_future(self) -> bool:
+        return self.age < -_MAX_CLOCK_DIFFERENCE
+
+    @property
     def cells(self) -> tuple[object, ...]:
         age = f"{abs(self.age) / 86400:.0f} days"
-        age = f"{age} old" if self.age >= 0 else f"{age} in the future: {_FUTURE}"
+        age = f"{age} in the future: {_FUTURE}" if self.is_of_future else f"{age} old"
         unwrapped = {None: "", True: "unwrapped", False: "cannot be unwrapped"}[self.is_unwrapped]
         created = f"of {utc_text(self.created_at, '%Y-%m-%d')}"
         return self.purpose, self.id, f"under {self.root_key_id}", created, age, unwrapped
@@ -203,8 +208,8 @@ class Status(Result):
         if self.migration is not None:
             checks.append(self.migration.is_authentic)
         tampered = self.state_index is not None and self.state_index.tampered
-        has_future = any(key.age < 0 for key in self.master_keys)
-        return not (False in checks or tampered or has_future)
+        is_of_future = any(key.is_of_future for key in self.master_keys)
+        return not (False in checks or tampered or is_of_future)
 
     def extra_lines(self, dry_run: bool) -> Iterator[str]:
         plaintext = "; some records are, or were, plaintext" if self.has_plaintext_records else ""
