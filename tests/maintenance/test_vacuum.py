@@ -95,6 +95,12 @@ async def test_both_files_are_rewritten_with_a_key_database(tmp_path: Path) -> N
                 connection.execute("DROP TABLE needles")
                 connection.commit()
             assert present(path, [b"Ndl0000Wq83Zk"])
+        db.limits = db.limits._replace(lock_wait=0)
+        with closing(sqlite3.connect(keys, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM secure_keyring").fetchone()
+            (obstacle,) = (await vacuum(db)).obstacles
+        assert obstacle.startswith("key database: other connections")
         assert await vacuum(db) == Vacuum(True, ())
         for path in (data, keys):
             assert not present(path, [b"Ndl0000Wq83Zk"])

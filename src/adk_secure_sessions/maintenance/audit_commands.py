@@ -134,8 +134,8 @@ async def verify_audit(
     await checker.check_table()
     async for chain, _ in checker.chains():
         bad = checker.problems.count
-        await checker.check(chain)
-        result.chains += checker.problems.count == bad
+        is_stored = await checker.check(chain) is not None
+        result.chains += is_stored and checker.problems.count == bad
     if any(checker.missing_heads()):
         # `purge_audit` may have deleted these chains meanwhile, and its record was not read.
         later = await _open_checker(db, None, rows_per_second)

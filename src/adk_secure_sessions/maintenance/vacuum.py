@@ -27,8 +27,8 @@ class Vacuum(Result):
     Attributes:
         cleared: True if all tables were rewritten.
         obstacles: One text for each table (SQLite: for the file) that could not be rewritten, with
-            the reason.  The file of such a table may still contain bytes of deleted or replaced
-            rows.
+            the reason.  Those of a key database say so.  The file of such a table may still contain
+            bytes of deleted or replaced rows.
     """
 
     success_line = "all tables were rewritten: their free space holds no replaced or deleted values"
@@ -57,7 +57,8 @@ async def vacuum(db: Database) -> Vacuum:
     by_executor[keys] = tuple(dict.fromkeys(by_executor.get(keys, ()) + TableSet.KEYS.tables))
     obstacles: list[str] = []
     for executor, tables in by_executor.items():
-        obstacles += await rewrite_tables(db, executor, tables)
+        where = "" if executor is data else "key database: "
+        obstacles += [f"{where}{one}" for one in await rewrite_tables(db, executor, tables)]
     return Vacuum(not obstacles, tuple(obstacles))
 
 
