@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from tests.cli.support import on, run
@@ -11,40 +9,30 @@ from tests.cli.test_json import check
 from tests.maintenance.support import APP, OLD, event
 
 
-@pytest.fixture
-def db(file_url: str) -> str:
-    """A user with a session of two events, and two collections of three items each."""
-
-    async def fill() -> None:
-        async with EncryptedSessionService(file_url, AesGcmBackend(OLD)) as service:
-            session = await service.create_session(app_name=APP, user_id="ada", session_id="s")
-            for n in range(2):
-                await service.append_event(session, event(n))
-            for name in ("c", "d"):
-                for n in range(3):
-                    await service.collections.append((APP, "ada", name), encode_item({"n": n}))
-
-    asyncio.run(fill())
-    return file_url
+async def fill(url: str) -> None:
+    """Create a session of one event, and two collections of three items each."""
+    async with EncryptedSessionService(url, AesGcmBackend(OLD)) as service:
+        session = await service.create_session(app_name=APP, user_id="ada", session_id="s")
+        await service.append_event(session, event())
+        for name in 3 * ("c", "d"):
+            await service.collections.append((APP, "ada", name), encode_item({}))
 
 
-def test_verify_counts_collections_and_items(db: str) -> None:
-    said = run("verify", *on(db))
-    assert "1 session, 2 events, 2 collections, 6 items\n" in said.stdout
-    found = check(run("verify", *on(db), "--json"), "verify")["rows"]
+def test_collections_and_their_items_are_named_so(file_url: str) -> None:
+    asyncio.run(fill(file_url))
+    counted = "1 session, 1 event, 2 collections, 6 items\n"
+    assert counted in run("verify", *on(file_url)).stdout
+    found = check(run("verify", *on(file_url), "--json"), "verify")["rows"]
     assert (found["collections"], found["items"]) == (2, 6)
 
-
-def test_lookup_finds_a_collection_by_its_name(db: str) -> None:
     names = ("--app", APP, "--user", "ada", "--session", "s", "--collection", "c")
-    *_, session, collection = run("debug", "lookup", *on(db), *names).stdout.splitlines()
+    lookup = ("debug", "lookup", *on(file_url), *names)
+    *_, session, collection = run(*lookup).stdout.splitlines()
     assert session.startswith("session     secure_sessions  row ")
     assert collection.startswith("collection  secure_sessions  row ")
-    check(run("debug", "lookup", *on(db), *names, "--json"), "debug lookup")
+    check(run(*lookup, "--json"), "debug lookup")
 
-
-def test_inspect_says_which_rows_are_collections(db: str) -> None:
-    said = run("debug", "inspect", "secure_sessions", *on(db, None))
-    kinds = [line.split()[-1] for line in said.stdout.splitlines()]
+    inspect = ("debug", "inspect", "secure_sessions", *on(file_url, None))
+    kinds = [line.split()[-1] for line in run(*inspect).stdout.splitlines()]
     assert kinds == ["session", "collection", "collection"]
-    check(run("debug", "inspect", "secure_sessions", *on(db, None), "--json"), "debug inspect")
+    check(run(*inspect, "--json"), "debug inspect")

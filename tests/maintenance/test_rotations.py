@@ -221,6 +221,20 @@ async def test_record_under_a_key_that_a_service_has_just_made_is_left_to_the_ne
         assert {one.backend_id for one in (await status(db)).records} == {AES.backend_id}
 
 
+async def test_key_that_only_the_row_of_its_user_names_is_kept_until_a_rotation(
+    file_url: str,
+) -> None:
+    await fill(file_url, users=["ada"], sessions=1)
+    await fill(file_url, FERNET, others=[AES], users=["ada"], sessions=1, name="f")
+    async with EncryptedSessionService(file_url, FERNET, [AES]) as service:
+        await service.delete_session(app_name=APP, user_id="ada", session_id="s0")
+    async with Database(file_url, FERNET, [AES]) as db:
+        (kept,) = (await retire(db)).kept_keys
+        assert kept.references == (("secure_users", 1),)
+        await rotate_data(db)
+        assert (await retire(db)).kept == 0
+
+
 def test_problems_of_suppressed_rows_are_not_added_again() -> None:
     problems = Problems()
     for _ in range(2):

@@ -51,8 +51,8 @@ class KeptKey(NamedTuple):
         table: The table of the key: `secure_data_keys` or `secure_keyring`.
         id: The key's id.
         references: The name of each table with rows that need the key, and the number of these
-            rows.  Empty if the rows are unknown, if only an older key is needed, or if only the
-            owner's row names it.
+            rows.  The row of a user or an app needs each data key that it names.  Empty if the rows
+            are unknown, or if only an older key is needed.
     """
 
     table: str
@@ -194,6 +194,10 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
 # --- data keys -----------------------------------------------------------------------------------
 
 
+# By the id of a data key: the name of each table with rows that need the key, and their number.
+_References = dict[int, list[tuple[str, int]]]
+
+
 class _KeysByUse(NamedTuple):
     """The replaced data keys of an owner, and the number of its spare keys."""
 
@@ -208,12 +212,12 @@ async def _retire_data_keys(
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.runner.read_data_keys_with_retries([owner_tag])).data_keys
     try:
-        ids_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
+        named_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
-        return _split_by_use(rows, (), None)
-    if ids_and_headers is None:  # no row needs a key: `reject_orphans` has found none
+        return _split_by_use(rows, {}, None)
+    if named_and_headers is None:  # no row needs a key: `reject_orphans` has found none
         return _KeysByUse([], [])
-    named_ids, decrypted_headers = ids_and_headers
+    named, decrypted_headers = named_and_headers
     has_key_database = db.runner.executors.has_key_database
 
     deleted: list[DataKeyRow] = []
@@ -224,7 +228,7 @@ async def _retire_data_keys(
         stored, headers = _lock_and_count(owner_tag, rows, dry_run, has_key_database, connection)
         if headers is not None:
             headers |= decrypted_headers
-        divided = _split_by_use(stored, named_ids, headers)
+        divided = _split_by_use(stored, named, headers)
         if divided.unused and not has_key_database and not dry_run:
             _delete_keys(divided.unused, connection)
         deleted = [row for row in deleted if row not in stored] + divided.unused
@@ -245,10 +249,10 @@ async def _retire_data_keys(
 
 async def _decrypt_owner(
     db: Database, owner_tag: bytes, rows: list[DataKeyRow], throttle: Meter
-) -> tuple[tuple[int, ...], key_operations.HeaderCounts] | None:
+) -> tuple[_References, key_operations.HeaderCounts] | None:
     """Decrypt all records of the owner, or raise DecryptionError; return None if it is gone.
 
-    Return the ids of the data keys that its row names, and the numbers of records by header.
+    Return the data keys that its row names, and the numbers of records by header.
     """
     await db.runner.unwrap_data_keys(owner_tag)  # if one needs a newer keyring, this reads it again
     keyring = await db.keyring()
@@ -268,7 +272,8 @@ async def _decrypt_owner(
                 session_headers = decrypted.count_headers()
                 headers += session_headers
                 await throttle.advance(session_headers.total())
-    return owner.key_ids, headers
+    table = users if owner.is_user else apps
+    return {key_id: [(table.name, 1)] for key_id in owner.key_ids}, headers
 
 
 def _lock_and_count(
@@ -304,12 +309,11 @@ def _lock_and_count(
 
 
 def _split_by_use(
-    rows: list[DataKeyRow], named_ids: tuple[int, ...], headers: key_operations.HeaderCounts | None
+    rows: list[DataKeyRow], named: _References, headers: key_operations.HeaderCounts | None
 ) -> _KeysByUse:
     """Divide an owner's replaced data keys into kept and unused.
 
-    *named_ids* are the ids in the owner's row.
-    A key is kept in these cases:
+    *named* are the keys that the owner's row names.  A key is kept in these cases:
 
     - Rows use the key.
     - Rows use an older key.  A service that has read the newer key may be about to write such a row
@@ -321,18 +325,21 @@ def _split_by_use(
     """
     if not rows:
         return _KeysByUse([], [])
-    older, _current, newer = split_at_current(rows, named_ids)
+    older, _current, newer = split_at_current(rows, named)
     if headers is None:
         return _KeysByUse([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
     for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
-    uses = {row.id: by_header.pop(build_header(row.backend_id, row.id), []) for row in rows}
+    uses: _References = {}
+    for row in rows:
+        header = build_header(row.backend_id, row.id)
+        uses[row.id] = by_header.pop(header, named.get(row.id, []))
     unknown_uses = list(chain(*by_header.values()))
     kept: list[KeptKey] = []
     unused: list[DataKeyRow] = []
     for row in older:
-        if uses[row.id] or unknown_uses or kept or row.id in named_ids:
+        if uses[row.id] or unknown_uses or kept:
             kept.append(KeptKey(data_keys.name, row.id, (*uses[row.id], *unknown_uses)))
         else:
             unused.append(row)
