@@ -233,6 +233,7 @@ def _guard_server(*, rejects_evaluations: bool) -> None:
     """
     import uvicorn
     from google.adk.errors.input_validation_error import InputValidationError
+    from starlette.applications import Starlette
     from starlette.responses import JSONResponse
 
     from adk_secure_sessions.integrations.plaintext_guard import without_evaluations
@@ -243,7 +244,8 @@ def _guard_server(*, rejects_evaluations: bool) -> None:
         return JSONResponse({"detail": str(error)}, 400)
 
     def create_guarded(config: uvicorn.Config, app: Any, *values: Any, **options: Any) -> None:
-        app.add_exception_handler(InputValidationError, answer)
+        if isinstance(app, Starlette):  # an agent may serve another kind
+            app.add_exception_handler(InputValidationError, answer)
         guarded = without_evaluations(app) if rejects_evaluations else app
         create(config, guarded, *values, **options)
 
