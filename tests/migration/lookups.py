@@ -93,13 +93,6 @@ class MemoryLookup(AdkTables):
     def description(self) -> str:
         return "a source in memory"
 
-    async def count(self, selection: Selection) -> int:
-        return len(self.sessions_by_ids)
-
-    async def sessions(self, selection: Selection) -> AsyncIterator[Sequence[ListedSession]]:
-        await self._query("sessions")
-        yield [session for session, _ in self.sessions_by_ids.values()]
-
     async def read(
         self, sessions: Sequence[ListedSession]
     ) -> Mapping[ListedSession, SessionContent | Unreadable]:

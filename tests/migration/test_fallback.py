@@ -57,12 +57,12 @@ def source() -> MemoryLookup:
 
 
 @pytest.fixture
-async def encrypted(tmp_path: Path) -> AsyncIterator[Callable[[], EncryptedSessionService]]:
+async def encrypted(tmp_path: Path) -> AsyncIterator[Callable[..., EncryptedSessionService]]:
     url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
     async with AsyncExitStack() as stack:
 
-        def open_service() -> EncryptedSessionService:
-            service = EncryptedSessionService(url, AesGcmBackend(KEY))
+        def open_service(**options: Any) -> EncryptedSessionService:
+            service = EncryptedSessionService(url, AesGcmBackend(KEY), **options)
             stack.push_async_callback(service.close)
             return service
 
@@ -70,7 +70,7 @@ async def encrypted(tmp_path: Path) -> AsyncIterator[Callable[[], EncryptedSessi
 
 
 @pytest.fixture
-def opened(encrypted: Callable[[], EncryptedSessionService], source: MemoryLookup) -> Open:
+def opened(encrypted: Callable[..., EncryptedSessionService], source: MemoryLookup) -> Open:
     return lambda: PlaintextFallbackService(encrypted(), source)
 
 
@@ -106,7 +106,7 @@ async def listed(service: BaseSessionService, user_id: str | None = "ada") -> li
 
 
 async def test_session_that_was_not_copied_is_copied_when_it_is_read(
-    service: PlaintextFallbackService, encrypted: Callable[[], EncryptedSessionService]
+    service: PlaintextFallbackService, encrypted: Callable[..., EncryptedSessionService]
 ) -> None:
     session = await get(service)
     assert texts(session) == ["one", "two", "three"]
@@ -155,7 +155,9 @@ async def test_listing_reads_all_users_states_at_once(
 
 
 async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
-    service: PlaintextFallbackService, source: MemoryLookup, tmp_path: Path
+    service: PlaintextFallbackService,
+    source: MemoryLookup,
+    encrypted: Callable[..., EncryptedSessionService],
 ) -> None:
     source.unreadable.add(("ada", "visit"))
     reason = "a session of the plaintext source cannot be read: its state is not JSON"
@@ -163,8 +165,7 @@ async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
     for call in (*calls, service.create_session(**VISIT)):
         with pytest.raises(ConfigurationError, match=reason):
             await call
-    url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
-    skipping = EncryptedSessionService(url, AesGcmBackend(KEY), skip_unreadable_sessions=True)
+    skipping = encrypted(skip_unreadable_sessions=True)
     async with PlaintextFallbackService(skipping, source) as second:
         assert await listed(second) == ["other"]
     await service.delete_session(**VISIT)
@@ -172,7 +173,9 @@ async def test_session_that_cannot_be_read_is_reported_and_can_be_skipped(
 
 
 async def test_listing_leaves_out_the_sessions_of_a_user_whose_state_cannot_be_read(
-    service: PlaintextFallbackService, source: MemoryLookup, tmp_path: Path
+    service: PlaintextFallbackService,
+    source: MemoryLookup,
+    encrypted: Callable[..., EncryptedSessionService],
 ) -> None:
     for user_id in ("bob", "carl"):
         source.put(user_id, f"{user_id}s")
@@ -181,8 +184,7 @@ async def test_listing_leaves_out_the_sessions_of_a_user_whose_state_cannot_be_r
     source.users["carl"] = Unreadable("its state is not JSON")
     with pytest.raises(ConfigurationError, match="a state of the plaintext source cannot be read"):
         await listed(service, None)
-    url = f"sqlite+aiosqlite:///{tmp_path}/sessions.db"
-    skipping = EncryptedSessionService(url, AesGcmBackend(KEY), skip_unreadable_sessions=True)
+    skipping = encrypted(skip_unreadable_sessions=True)
     async with PlaintextFallbackService(skipping, source) as second:
         for _ in range(2):
             assert await listed(second, None) == ["bobs", "other", "visit"]
@@ -192,17 +194,13 @@ async def test_listing_leaves_out_the_sessions_of_a_user_whose_state_cannot_be_r
 
 
 async def test_copied_sessions_expire_as_those_that_migrate_copies(
-    source: MemoryLookup, tmp_path: Path
+    encrypted: Callable[..., EncryptedSessionService], source: MemoryLookup, tmp_path: Path
 ) -> None:
     visit, content = source.sessions_by_ids["ada", "visit"]
     now = time.time_ns() // 1000
     source.sessions_by_ids["ada", "visit"] = visit, content._replace(updated_at=now)
-    encrypted = EncryptedSessionService(
-        f"sqlite+aiosqlite:///{tmp_path}/sessions.db",
-        AesGcmBackend(KEY),
-        expires_after=timedelta(hours=1),
-    )
-    async with PlaintextFallbackService(encrypted, source) as service:
+    expiring = encrypted(expires_after=timedelta(hours=1))
+    async with PlaintextFallbackService(expiring, source) as service:
         assert await listed(service) == ["visit"], "the other session has expired"
         assert await service.get_session(**OTHER) is None
         assert len((await get(service)).events) == 3
@@ -217,7 +215,7 @@ async def test_copied_sessions_expire_as_those_that_migrate_copies(
 
 
 async def test_plaintext_database_that_hangs_is_an_error_without_its_password(
-    encrypted: Callable[[], EncryptedSessionService],
+    encrypted: Callable[..., EncryptedSessionService],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
         port = server.getsockname()[1]
@@ -238,7 +236,7 @@ async def test_plaintext_database_that_hangs_is_an_error_without_its_password(
 
 
 async def test_read_of_the_source_that_never_ends_is_interrupted(
-    encrypted: Callable[[], EncryptedSessionService], tmp_path: Path
+    encrypted: Callable[..., EncryptedSessionService], tmp_path: Path
 ) -> None:
     path = tmp_path / "adk.db"
     make_adk_tables(path)
@@ -262,7 +260,7 @@ async def test_read_of_the_source_that_never_ends_is_interrupted(
 
 
 async def test_append_to_a_listed_session_copies_it(
-    service: PlaintextFallbackService, encrypted: Callable[[], EncryptedSessionService]
+    service: PlaintextFallbackService, encrypted: Callable[..., EncryptedSessionService]
 ) -> None:
     session = (await service.list_sessions(**ADA)).sessions[1]
     event = changing("four", 4, step=4, user__language="de")
@@ -349,7 +347,7 @@ async def test_rebuilt_object_is_compared_by_its_last_event(
 
 
 async def test_rebuilt_object_of_a_new_session_keeps_the_users_state(
-    service: PlaintextFallbackService, encrypted: Callable[[], EncryptedSessionService]
+    service: PlaintextFallbackService, encrypted: Callable[..., EncryptedSessionService]
 ) -> None:
     created = await encrypted().create_session(app_name=APP, user_id="bob", session_id="new")
     service._source.users["bob"] = {"language": "pt"}  # type: ignore[attr-defined]
@@ -367,7 +365,7 @@ async def test_partial_event_copies_nothing(service: PlaintextFallbackService) -
 
 async def test_state_that_a_plain_service_has_written_is_kept(
     service: PlaintextFallbackService,
-    encrypted: Callable[[], EncryptedSessionService],
+    encrypted: Callable[..., EncryptedSessionService],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = encrypted()
