@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.audit import audited_command, running_command
 from adk_secure_sessions.concurrency import gather_all
+from adk_secure_sessions.db.dialects import has_table
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.keys.keyring import (
     DATA_MASTER,
@@ -116,7 +117,6 @@ async def separate(
     if not resumed:
         await _begin_separation(db)
     options: dict[str, Any] = {"progress": progress, "rows_per_second": rows_per_second}
-    await _delete_rows_of_original(db)
     keyring = await db.reread_keyring()
     separation = keyring.separation
     if separation is None:
@@ -189,6 +189,10 @@ async def _begin_separation(db: Database) -> None:
         raise SecureSessionError(_CHANGED, retryable=True)
     if db.runner.executors.has_key_database:
         await db.runner.data_db.run_sync(partial(_store_new_id, old_id.hex(), new_id.hex()))
+    # Forget this run's audit trail: its first record was deleted.  A completed run stores both
+    # records again at its end.
+    if running := running_command():
+        running.trails.clear()
     await db.close()  # the next call opens the database with its new id
 
 
@@ -206,33 +210,23 @@ async def _complete_new_id(db: Database) -> None:
     await db.runner.data_db.run_sync(partial(_store_new_id, old_id, survey.existing_id.hex()))
 
 
-async def _delete_rows_of_original(db: Database) -> None:
-    """Delete the rows of `secure_migrated` and `secure_audit`, which are bound to the original.
+def _delete_bound_rows(connection: sa.Connection) -> None:
+    """Delete the checkpoints, and the rows of `secure_migrated` and `secure_audit`: all of them are
+    bound to the original's id.
 
     The copy starts without a history of imports, and with an empty audit trail: the original has
     the trail of what happened before.  `_end_separation` removes the feature `migration`.
     """
-    tables = (await db.survey_existing()).tables
-
-    def empty(connection: sa.Connection) -> None:
-        is_one_database = not db.runner.executors.has_key_database
-        if is_one_database and meta.read(connection, meta.SEPARATION, lock=True) is None:
-            return  # another run has ended the separation: the rows are those of the copy
-        for table in (migrated, audit_records):
-            if table.name in tables:
-                connection.execute(sa.delete(table)).close()
-
-    await db.runner.data_db.run_sync(empty)
-    # Forget this run's audit trail: its first record was deleted.  A completed run stores both
-    # records again at its end.
-    if running := running_command():
-        running.trails.clear()
+    meta.remove_checkpoints(connection)
+    for table in (migrated, audit_records):
+        if has_table(connection, table):
+            connection.execute(sa.delete(table)).close()
 
 
 def _store_separation(
     expected: Survey, new: list[MasterKeyRow], meta_texts: dict[str, str], connection: sa.Connection
 ) -> bool:
-    """Store the keyring *new* and *meta_texts* in `secure_meta`, and delete all checkpoints.
+    """Store the keyring *new* and *meta_texts* in `secure_meta`; see also `_delete_bound_rows`.
 
     Return False if the keyring, the id or the features differ from *expected*: a service may have
     added a feature.
@@ -249,16 +243,16 @@ def _store_separation(
         return False
     for name, value in meta_texts.items():
         meta.put(connection, name, value)
-    meta.remove_checkpoints(connection)
+    _delete_bound_rows(connection)
     return True
 
 
 def _store_new_id(old_id: str, new_id: str, connection: sa.Connection) -> None:
-    """Store the new id in the data database, and delete the original database's checkpoints."""
+    """Store the new id in the data database; see also `_delete_bound_rows`."""
     if meta.read(connection, meta.DATABASE_ID, lock=True) != old_id:
-        return  # another run has stored the new id, and may have stored checkpoints of its own
+        return  # another run has stored the new id, and services may have stored rows of the copy
     meta.put(connection, meta.DATABASE_ID, new_id)
-    meta.remove_checkpoints(connection)
+    _delete_bound_rows(connection)
 
 
 async def _end_separation(db: Database, keyring: Keyring) -> None:
