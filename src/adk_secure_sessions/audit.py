@@ -234,8 +234,8 @@ def audited_command(
     The audit record contains the `Result.facts` of the function's result, and the facts that were
     passed to `add_facts`.
 
-    If a database that the function opens has an audit trail, a record is stored there before the
-    function can use the keys, and another one at its end.
+    If the function gets the keyring of a `Database` with an audit trail, a record is stored there
+    before it gets the keyring, and another one at its end.
     """
 
     async def recorded(*args: P.args, **kwargs: P.kwargs) -> T:

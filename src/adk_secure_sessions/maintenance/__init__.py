@@ -9,9 +9,9 @@ Several functions have these arguments:
   there are.  Some functions count other things than rows, and say so.
 - `rows_per_second` is the maximum number of these rows per second.
 
-Every function but `init` raises `ConfigurationError` if the database cannot be used, or holds no
-encrypted sessions yet.  If a function needs the root keys, it raises `WrongKeyError` if they do not
-decrypt the keyring, `PlaintextRefusedError` if a master key is stored as plaintext and
+Every function raises `ConfigurationError` if the database cannot be used and, except `init`, if it
+holds no encrypted sessions yet.  If a function needs the root keys, it raises `WrongKeyError` if
+they do not decrypt the keyring, `PlaintextRefusedError` if a master key is stored as plaintext and
 `NoOpBackend` is not given, and `KeyServiceError` if the key provider fails.
 """
 

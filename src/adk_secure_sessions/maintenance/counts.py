@@ -1,9 +1,9 @@
 """Count rows, and records and data keys by the backend and the key that encrypt them.
 
-The *current* data key of an owner (a user or an app) is the one that encrypts the owner's row.
-A *spare* is a data key newer than the current one that no row or record names: with a key database,
-the loser of a race for a new user.  It is kept, because its service may still name it.  After the
-next rotation, it is an older key, which `retire` deletes.
+The *current* data key of an owner (a user or an app) is here that of the last writer of the owner's
+row: the key that encrypts the row.  A *spare* is a data key newer than the current one that no row
+or record names: with a key database, the loser of a race for a new user.  It is kept, because its
+service may still name it.  After the next rotation, it is an older key, which `retire` deletes.
 """
 
 from collections import Counter
@@ -41,9 +41,8 @@ class RecordCount(NamedTuple):
         table: The table's name.
         backend_id: The id of the backend; None for values in an unknown format.
         rows: The number of these rows.
-        under_current: How many of these rows name the current data key of their owner (the user or
-            app) in the record's header.  The current data key is the one that encrypts the owner's
-            row.
+        under_current: How many of these rows name, in the record's header, the data key that
+            encrypts the row of their owner (the user or app).
     """
 
     table: str
@@ -77,10 +76,7 @@ class DataKeyCount(NamedTuple):
 
 
 def backend_name(backend_id: int | None) -> str:
-    """Return the name of a backend of this package; for another id, the text `backend ID`.
-
-    For None, return `no record`: the value has an unknown format.
-    """
+    """Return the name of a backend, `backend ID` for one of another package, or `no record`."""
     if backend_id is None:
         return "no record"
     return BACKEND_NAMES.get(backend_id, f"backend {backend_id}")

@@ -87,8 +87,8 @@ def _server(url: sa.URL) -> str:
 class Database(HoldsSecrets, ClosedByWith):
     """A database of encrypted sessions, for the maintenance functions; use it with `async with`.
 
-    Services may keep reading and writing the database.  Only `init` and `move_keys` create
-    tables.
+    Services may keep reading and writing the database.  Only `init` and `move_keys` create tables
+    and, if a feature needs tables of its own, the first command that uses the feature.
 
     Args:
         db_url: The database URL, in the same form as for `EncryptedSessionService`.

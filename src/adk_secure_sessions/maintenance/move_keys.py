@@ -146,7 +146,7 @@ class _MoveState(NamedTuple):
 
 
 class _Fingerprint(NamedTuple):
-    """The numbers of keys in a database, and a hash of all their rows, as if unparked."""
+    """The numbers of keys in a database, and a hash of their rows; parked keys have original ids."""
 
     master_count: int
     data_key_count: int

@@ -189,8 +189,9 @@ class RotationRun(ABC, Generic[R]):
     async def _replace_old_keys(self) -> bool:
         """Process all rows and replace their keys; return whether this pass has replaced any.
 
-        An implementation calls `_reject_other_rotation` after each batch, and skips rows whose key
-        is already new.  A run that continues another one starts at the first row: skipping is fast.
+        An implementation calls `_reject_other_rotation` after each page of rows, and skips rows
+        whose key is already new.  A run that continues another one starts at the first row:
+        skipping is fast.
         """
 
     @abstractmethod

@@ -232,7 +232,7 @@ def _store_separation(
     added a feature.
     """
     # Lock the id before the keyring is read: `rotate master` adds a master key for the old id only
-    # while it holds this lock.
+    # while it holds this lock (on a cluster, the claim of `store_master_keys`).
     names = (meta.DATABASE_ID, meta.FEATURES)
     stored_texts = {name: meta.read(connection, name, lock=True) for name in names}
     # An earlier attempt may have been committed, although its connection was lost.
