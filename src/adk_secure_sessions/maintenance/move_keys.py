@@ -146,7 +146,7 @@ class _MoveState(NamedTuple):
 
 
 class _Fingerprint(NamedTuple):
-    """The numbers of keys in a database, and a hash of their rows; parked keys have original ids."""
+    """The numbers of keys in a database, and a hash of their rows, with the ids before parking."""
 
     master_count: int
     data_key_count: int
