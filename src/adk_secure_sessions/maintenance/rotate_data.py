@@ -25,7 +25,6 @@ from adk_secure_sessions.formats.records import (
 from adk_secure_sessions.keys.data_keys import TransactionKeys
 from adk_secure_sessions.maintenance.counts import count_records, estimate_rows
 from adk_secure_sessions.maintenance.database import Database
-from adk_secure_sessions.maintenance.problems import Problems
 from adk_secure_sessions.maintenance.progress import Progress
 from adk_secure_sessions.maintenance.rotation import Rotation, RotationRun, require_same_plaintext
 from adk_secure_sessions.maintenance.row_scan import (
@@ -173,45 +172,6 @@ async def _choose_key_and_read_owner(
     ]
 
 
-async def _records_of_sessions(
-    db: Database,
-    app_name: str,
-    user_row: int,
-    wanted_header: bytes,
-    problems: Problems,
-    *,
-    dry_run: bool,
-) -> AsyncIterator[list[_EncryptedRecord]]:
-    """Yield the records of a user's sessions in groups, each session before its events.
-
-    Snapshots and events whose header is *wanted_header* are skipped; except in a dry run, also
-    those of sessions whose header is still another one when the caller asks for the next group.
-    """
-    async for page in scan_sessions_of_user(db, user_row):
-        ids_of: dict[int, Sequence[str]] = {}
-        records: list[_EncryptedRecord] = []
-        for session in page:
-            with problems.collecting(sessions.name, session.id):
-                ids_of[session.id] = session.require_ids()
-                records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
-        tags = [record.row.tag for record in records]
-        yield records + await _witness_records(db, (app_name,), tags)
-        if not records:
-            continue
-        # These ids were authenticated: a modified id could be -2**63, and one less would overflow.
-        row_range = RowRange(records[0].row.id - 1, records[-1].row.id)
-        parameters = {**row_range.parameters, "user_row": user_row, "wanted_header": wanted_header}
-        for table in (_SNAPSHOTS, _EVENTS):
-            query = _select_keys_under_other_headers(table, dry_run)
-            read, key = db.runner.data_db.read, table.key_columns
-            async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **parameters):
-                readable = [row for row in sizes if row[0] in ids_of]
-                for group in grouped(readable, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
-                    keys = [row[:-1] for row in group]
-                    rows = await _read_by_keys(db, table, keys)
-                    yield [_EncryptedRecord(table, row, ids_of[row[0]]) for row in rows]
-
-
 async def _witness_records(
     db: Database, ids: Sequence[str], tags: Iterable[bytes]
 ) -> list[_EncryptedRecord]:
@@ -281,11 +241,42 @@ class DataRotationRun(RotationRun[DataRotation]):
         # A session is re-encrypted before its events.  Services never encrypt an event with a data
         # key older than that of the session, so events appended later use the new data key.
         wanted_header = build_header(*wanted_key) if wanted_key else b""
-        async for records in _records_of_sessions(
-            self._db, app_name, row.id, wanted_header, self._problems, dry_run=self._dry_run
-        ):
+        async for records in self._records_of_sessions(app_name, row.id, wanted_header):
             await self._reencrypt(keys, tag, wanted_key, records)
             await self._meter.advance(len(records))
+
+    async def _records_of_sessions(
+        self, app_name: str, user_row: int, wanted_header: bytes
+    ) -> AsyncIterator[list[_EncryptedRecord]]:
+        """Yield the records of a user's sessions in groups, each session before its events.
+
+        Snapshots and events whose header is *wanted_header* are skipped; except in a dry run, also
+        those of sessions whose header is still another one when the caller asks for the next group.
+        """
+        async for page in scan_sessions_of_user(self._db, user_row):
+            ids_of: dict[int, Sequence[str]] = {}
+            records: list[_EncryptedRecord] = []
+            for session in page:
+                with self._problems.collecting(sessions.name, session.id):
+                    ids_of[session.id] = session.require_ids()
+                    records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
+            tags = [record.row.tag for record in records]
+            yield records + await _witness_records(self._db, (app_name,), tags)
+            if not records:
+                continue
+            # These ids are authentic: a modified id could be -2**63, and one less would overflow.
+            row_range = RowRange(records[0].row.id - 1, records[-1].row.id)
+            values: dict[str, object] = {"user_row": user_row, "wanted_header": wanted_header}
+            values |= row_range.parameters
+            for table in (_SNAPSHOTS, _EVENTS):
+                query = _select_keys_under_other_headers(table, self._dry_run)
+                read, key = self._db.runner.data_db.read, table.key_columns
+                async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **values):
+                    readable = [row for row in sizes if row[0] in ids_of]
+                    for group in grouped(readable, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
+                        keys = [row[:-1] for row in group]
+                        rows = await _read_by_keys(self._db, table, keys)
+                        yield [_EncryptedRecord(table, row, ids_of[row[0]]) for row in rows]
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
