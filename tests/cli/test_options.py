@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "verify": [maintenance.verify, maintenance.verify_audit],
     "rotate root": [maintenance.rotate_root],
     "debug lookup": [maintenance.lookup],
-    "debug inspect": [maintenance.record_headers],
+    "debug inspect": [maintenance.inspect_records],
     "purge sessions": [maintenance.purge_sessions],
     "purge audit": [maintenance.purge_audit],
     "purge blobs": [purge_blobs],

@@ -10,7 +10,7 @@ import pytest
 
 from adk_secure_sessions.cli.config import envvar
 from adk_secure_sessions.errors import Reason
-from adk_secure_sessions.maintenance import lookup, purge_sessions, record_headers, status, verify
+from adk_secure_sessions.maintenance import inspect_records, lookup, purge_sessions, status, verify
 from adk_secure_sessions.maintenance.database import StatementLimits
 from tests.cli.support import run
 from tests.key_database.support import KEY, Pair, count, create
@@ -37,7 +37,8 @@ async def test_rows_of_both_databases_are_counted_and_checked_in_several_batches
         db.limits = few
         found = await status(db)
         shown = [
-            await record_headers(db, f"secure_{name}") for name in ("keyring", "data_keys", "users")
+            await inspect_records(db, f"secure_{name}")
+            for name in ("keyring", "data_keys", "users")
         ]
     assert {(one.table, one.rows, one.under_current) for one in found.records} == {
         ("secure_apps", 1, 1),

@@ -33,11 +33,11 @@ from adk_secure_sessions.maintenance import (
     export_audit,
     fill_index,
     init,
+    inspect_records,
     lookup,
     move_keys,
     purge_audit,
     purge_sessions,
-    record_headers,
     retire,
     rotate_data,
     rotate_master,
@@ -130,7 +130,7 @@ COMMANDS: dict[str, Command] = {
     "index fill": Command(lambda db, directory: fill_index(db, APP, ["n"])),
     "init": Command(_alone(init), world="empty"),
     "debug inspect": Command(
-        lambda db, directory: record_headers(db, "secure_users"), only_reads=True
+        lambda db, directory: inspect_records(db, "secure_users"), only_reads=True
     ),
     "debug lookup": Command(lambda db, directory: lookup(db, APP, "ada"), only_reads=True),
     "migrate artifacts": Command(_migrate_artifacts),

@@ -22,9 +22,9 @@ from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.maintenance import (
     Database,
     erase_user,
+    inspect_records,
     lookup,
     purge_sessions,
-    record_headers,
     retire,
     rotate_data,
     rotate_master,
@@ -100,9 +100,9 @@ async def test_lookup_tells_a_session_from_a_collection_of_the_same_name(url: st
         assert (session.kind, collection.kind) == ("session", "collection")
         assert session.tag != collection.tag
         assert None not in (session.row, collection.row)
-        ((header,),) = [await record_headers(db, "secure_sessions", str(collection.row))]
+        ((header,),) = [await inspect_records(db, "secure_sessions", str(collection.row))]
         assert header.kind == "collection"
-        assert {one.kind for one in await record_headers(db, "secure_events")} == {None}
+        assert {one.kind for one in await inspect_records(db, "secure_events")} == {None}
 
 
 async def all_keys_rotated(database: Any, service: Any) -> None:

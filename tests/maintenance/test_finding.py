@@ -13,8 +13,8 @@ from adk_secure_sessions.maintenance import (
     TABLE_NAMES,
     Database,
     init,
+    inspect_records,
     lookup,
-    record_headers,
     status,
 )
 from adk_secure_sessions.storage.schema import metadata
@@ -52,26 +52,26 @@ async def test_inspect_reads_headers_without_a_key(url: str, place: sa.URL) -> N
         "SELECT session_row, length(event) FROM secure_events WHERE seq = 1 ORDER BY session_row",
     )
     async with Database(url) as db:
-        events = await record_headers(db, "secure_events", row)
+        events = await inspect_records(db, "secure_events", row)
         assert [one.row for one in events] == [f"{row}, {seq}" for seq in range(3)]
         assert (events[1].column, events[1].backend_id, events[1].length) == ("event", 1, length)
-        keys = await record_headers(db, "secure_data_keys")
+        keys = await inspect_records(db, "secure_data_keys")
         assert events[1].key_id in {int(one.row) for one in keys}
-        masters = await record_headers(db, "secure_keyring")
+        masters = await inspect_records(db, "secure_keyring")
         assert {one.root_key_id for one in masters} == {BACKEND.root_key.key_id}
         assert {one.key_id for one in keys} < {int(one.row) for one in masters}
-        (witness, *more) = await record_headers(db, "secure_witnesses", limit=3)
+        (witness, *more) = await inspect_records(db, "secure_witnesses", limit=3)
         assert len(more) == 2
-        assert await record_headers(db, "secure_witnesses", witness.row) == (witness,)
+        assert await inspect_records(db, "secure_witnesses", witness.row) == (witness,)
         for table in TABLE_NAMES:
-            assert all(one.length > 13 for one in await record_headers(db, table))
-        assert await record_headers(db, "secure_users", 7) == ()
+            assert all(one.length > 13 for one in await inspect_records(db, table))
+        assert await inspect_records(db, "secure_users", 7) == ()
         for wrong in ("sessions", "secure_meta"):
             with pytest.raises(ConfigurationError, match="secure_events"):
-                await record_headers(db, wrong)
+                await inspect_records(db, wrong)
         for table, name in (("secure_users", "ada"), ("secure_witnesses", "xyz")):
             with pytest.raises(ConfigurationError, match="is identified by"):
-                await record_headers(db, table, name)
+                await inspect_records(db, table, name)
 
 
 @pytest.mark.no_tables

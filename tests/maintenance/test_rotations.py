@@ -241,7 +241,7 @@ def test_problems_of_suppressed_rows_are_not_added_again() -> None:
         for number in range(1500):
             problems.add("secure_events", number, Reason.MISMATCH, "bad")
         problems.ignore_counted_rows()
-    assert (problems.count, len(problems.items), len(set(problems.items))) == (1500, 1000, 1000)
+    assert (problems.count, len(problems.first), len(set(problems.first))) == (1500, 1000, 1000)
 
 
 async def test_progress_counts_up_to_all_and_rate_is_kept(file_url: str) -> None:

@@ -80,4 +80,4 @@ def inspect(db: Database, **options: Any) -> None:
     Example:
       adk-secure-sessions debug inspect secure_users --db sqlite:///sessions.db
     """
-    print_result(FoundRows(run(db, maintenance.record_headers, resume_hint=None, **options)))
+    print_result(FoundRows(run(db, maintenance.inspect_records, resume_hint=None, **options)))

@@ -27,8 +27,8 @@ from adk_secure_sessions.maintenance.database import Database as Database
 from adk_secure_sessions.maintenance.debug import TABLE_NAMES as TABLE_NAMES
 from adk_secure_sessions.maintenance.debug import Location as Location
 from adk_secure_sessions.maintenance.debug import RecordHeader as RecordHeader
+from adk_secure_sessions.maintenance.debug import inspect_records as inspect_records
 from adk_secure_sessions.maintenance.debug import lookup as lookup
-from adk_secure_sessions.maintenance.debug import record_headers as record_headers
 from adk_secure_sessions.maintenance.erase import Erasure as Erasure
 from adk_secure_sessions.maintenance.erase import erase_user as erase_user
 from adk_secure_sessions.maintenance.init import Check as Check

@@ -91,7 +91,7 @@ async def estimate_rows(db: Database, *tables: sa.Table) -> int:
     total = 0
     for table in tables:
         query = _SUM_OF_REVISIONS if table is events else select_count(table)
-        ((count,),) = await db.read_function_for(table)(query, {})
+        ((count,),) = await db.reader_for(table)(query, {})
         total += clamped(count)
     return total
 
@@ -170,19 +170,21 @@ def can_unwrap(row: DataKeyRow, keyring: Keyring) -> bool:
     return False
 
 
-# --- current data keys -----------------------------------------------------------------------
+# --- data keys of owners ---------------------------------------------------------------------
 
 
 class OwnerKeyRows(NamedTuple):
-    """All data keys of one owner: those before the current one, the current one, those after it."""
+    """All data keys of one owner: see `split_at_newest_named`."""
 
     older: list[DataKeyRow]
-    current: DataKeyRow
+    newest_named: DataKeyRow
     newer: list[DataKeyRow]
 
 
-def split_at_current(rows: Iterable[DataKeyRow], named_ids: Container[int | None]) -> OwnerKeyRows:
-    """Divide *rows*; the current one is the newest in *named_ids*, or of all if that has none."""
+def split_at_newest_named(
+    rows: Iterable[DataKeyRow], named_ids: Container[int | None]
+) -> OwnerKeyRows:
+    """Divide *rows* at the newest one in *named_ids*, or at the newest of all if that has none."""
     # A modified generation may have another type: then, the key cannot be unwrapped.
     ordered = sorted(rows, key=lambda row: row.generation if type(row.generation) is int else -1)
     last_index = len(ordered) - 1
@@ -191,7 +193,7 @@ def split_at_current(rows: Iterable[DataKeyRow], named_ids: Container[int | None
 
 
 async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, OwnerKeyRows]:
-    """Return the data keys of *owners*, by tag; without a readable row, the newest is current."""
+    """Return the data keys of *owners*, by tag, divided at the one that encrypts its row."""
     keys: dict[bytes, list[DataKeyRow]] = {}
     for row in (await db.runner.read_data_keys_with_retries(owners)).data_keys:
         keys.setdefault(row.owner, []).append(row)
@@ -200,7 +202,9 @@ async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, 
     for table, query in _HEADERS.items():
         for tag, header in await rows_where(db.runner.data_db.read, query, table.c.tag, several):
             _, key_id_of[tag] = parse_header_or_none(header) or (None, None)
-    return {owner: split_at_current(rows, [key_id_of.get(owner)]) for owner, rows in keys.items()}
+    return {
+        owner: split_at_newest_named(rows, [key_id_of.get(owner)]) for owner, rows in keys.items()
+    }
 
 
 # --- statements that count -----------------------------------------------------------------------

@@ -222,7 +222,7 @@ class Database(HoldsSecrets, ClosedByWith):
         await self.runner.reread_keyring(database_keys, database_keys.keyring)
         return database_keys.keyring
 
-    def read_function_for(
+    def reader_for(
         self, table: sa.FromClause
     ) -> Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]:
         """Return the function that reads *table*, a key table or another one."""

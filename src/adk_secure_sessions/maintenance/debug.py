@@ -125,7 +125,7 @@ async def lookup(
 
 
 @logged_command
-async def record_headers(
+async def inspect_records(
     db: Database, table: str, row: str | int | None = None, *, limit: int = 20
 ) -> tuple[RecordHeader, ...]:
     """Return the headers of stored records; no key is needed.
@@ -150,7 +150,7 @@ async def record_headers(
         parameters["row"] = _parse_row(table, row)
     column = _RECORD_COLUMNS[table]
     source = column.table
-    rows = await db.read_function_for(source)(_select_headers(column, row is not None), parameters)
+    rows = await db.reader_for(source)(_select_headers(column, row is not None), parameters)
     found = []
     for length, header, root_key_id, is_collection, *key in rows:
         name = key_text(*key)

@@ -68,16 +68,16 @@ class Problem(NamedTuple):
 
 
 class CappedList(Generic[T]):
-    """Counts items, and keeps the first 1000 of them in `items`."""
+    """Counts items, and keeps the first 1000 of them in `first`."""
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.items: list[T] = []
+        self.first: list[T] = []
 
     def append(self, item: T) -> None:
         self.count += 1
-        if len(self.items) < _MAX_LISTED:
-            self.items.append(item)
+        if len(self.first) < _MAX_LISTED:
+            self.first.append(item)
 
     def extend(self, items: Iterable[T]) -> None:
         for item in items:
@@ -102,7 +102,7 @@ class Problems(CappedList[Problem]):
         self.add_error(TamperedError(detail, reason), table, row)
 
     @contextmanager
-    def collecting(self, table: str, row: object) -> Iterator[None]:
+    def collecting_errors(self, table: str, row: object) -> Iterator[None]:
         """If the block raises DecryptionError, count and record that row; see `add_error`."""
         try:
             yield
@@ -125,7 +125,7 @@ class Problems(CappedList[Problem]):
 
     def copy_into(self, result: T) -> T:
         """Set the fields `bad` and `problems` of *result*, and return it."""
-        vars(result).update(bad=self.count, problems=tuple(self.items))
+        vars(result).update(bad=self.count, problems=tuple(self.first))
         return result
 
 

@@ -114,7 +114,7 @@ async def purge_sessions(
             result.deleted += is_deleted
             result.kept += not is_deleted
     meter.finish()
-    result.problems = tuple(problems.items)
+    result.problems = tuple(problems.first)
     return result
 
 

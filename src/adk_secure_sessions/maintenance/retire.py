@@ -16,7 +16,7 @@ from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError
 from adk_secure_sessions.formats.records import build_header, parse_header
 from adk_secure_sessions.keys.data_keys import WRAP_BACKEND_ID, DataKeyRow
 from adk_secure_sessions.keys.keyring import DATA_MASTER, MasterKeyRow
-from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_current
+from adk_secure_sessions.maintenance.counts import can_unwrap, select_count, split_at_newest_named
 from adk_secure_sessions.maintenance.database import Database, require_no_wrapper
 from adk_secure_sessions.maintenance.problems import CappedList, reject_orphans
 from adk_secure_sessions.maintenance.progress import Meter, Progress
@@ -172,7 +172,7 @@ async def retire(
         return kept
 
     kept_keys.extend(await db.runner.key_db.run_sync(retire_masters, commit=not dry_run))
-    return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.items), spare)
+    return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.first), spare)
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
@@ -198,7 +198,7 @@ async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
 _References = dict[int, list[tuple[str, int]]]
 
 
-class _KeysByUse(NamedTuple):
+class _ReplacedKeys(NamedTuple):
     """The replaced data keys of an owner, and the number of its spare keys."""
 
     kept: list[KeptKey]
@@ -208,27 +208,27 @@ class _KeysByUse(NamedTuple):
 
 async def _retire_data_keys(
     db: Database, owner_tag: bytes, dry_run: bool, throttle: Meter
-) -> _KeysByUse:
+) -> _ReplacedKeys:
     """Delete the owner's unused data keys; keep all if another process adds or changes one."""
     rows = (await db.runner.read_data_keys_with_retries([owner_tag])).data_keys
     try:
         named_and_headers = await _decrypt_owner(db, owner_tag, rows, throttle)
     except DecryptionError:
-        return _split_by_use(rows, {}, None)
+        return _divide_replaced(rows, {}, None)
     if named_and_headers is None:  # no row needs a key: `reject_orphans` has found none
-        return _KeysByUse([], [])
+        return _ReplacedKeys([], [])
     named, decrypted_headers = named_and_headers
     has_key_database = db.runner.executors.has_key_database
 
     deleted: list[DataKeyRow] = []
 
-    def divide_and_delete(connection: sa.Connection) -> _KeysByUse:
+    def divide_and_delete(connection: sa.Connection) -> _ReplacedKeys:
         """Find the unused keys; delete them, except in a dry run or with a key database."""
         nonlocal deleted
         stored, headers = _lock_and_count(owner_tag, rows, dry_run, has_key_database, connection)
         if headers is not None:
             headers |= decrypted_headers
-        divided = _split_by_use(stored, named, headers)
+        divided = _divide_replaced(stored, named, headers)
         if divided.unused and not has_key_database and not dry_run:
             _delete_keys(divided.unused, connection)
         deleted = [row for row in deleted if row not in stored] + divided.unused
@@ -308,9 +308,9 @@ def _lock_and_count(
     return rows, None if has_changed else _count_headers(tag, user, connection)
 
 
-def _split_by_use(
+def _divide_replaced(
     rows: list[DataKeyRow], named: _References, headers: key_operations.HeaderCounts | None
-) -> _KeysByUse:
+) -> _ReplacedKeys:
     """Divide an owner's replaced data keys into kept and unused.
 
     *named* are the keys that the owner's row names.  A key is kept in these cases:
@@ -324,10 +324,10 @@ def _split_by_use(
       owner got a data key, since the records were decrypted.
     """
     if not rows:
-        return _KeysByUse([], [])
-    older, _current, newer = split_at_current(rows, named)
+        return _ReplacedKeys([], [])
+    older, _, newer = split_at_newest_named(rows, named)
     if headers is None:
-        return _KeysByUse([KeptKey(data_keys.name, row.id, ()) for row in older], [])
+        return _ReplacedKeys([KeptKey(data_keys.name, row.id, ()) for row in older], [])
     by_header: dict[bytes, list[tuple[str, int]]] = {}
     for (table, header), number in headers.items():
         by_header.setdefault(header, []).append((table, number))
@@ -345,7 +345,7 @@ def _split_by_use(
             unused.append(row)
     used_newer = [row for row in newer if uses[row.id]]
     kept += [KeptKey(data_keys.name, row.id, tuple(uses[row.id])) for row in used_newer]
-    return _KeysByUse(kept, unused, len(newer) - len(used_newer))
+    return _ReplacedKeys(kept, unused, len(newer) - len(used_newer))
 
 
 def _delete_keys(rows: list[DataKeyRow], connection: sa.Connection) -> None:

@@ -218,7 +218,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         for table in (_APPS, _USERS):
             async for page in scan_owners(self._db, table.table):
                 for row in page:
-                    with self._problems.collecting(table.name, row.id):
+                    with self._problems.collecting_errors(table.name, row.id):
                         await self._rotate_owner(table, row)
                 await self._reject_other_rotation()
         return self.result.reencrypted > before
@@ -257,7 +257,7 @@ class DataRotationRun(RotationRun[DataRotation]):
             ids_of: dict[int, Sequence[str]] = {}
             records: list[_EncryptedRecord] = []
             for session in page:
-                with self._problems.collecting(sessions.name, session.id):
+                with self._problems.collecting_errors(sessions.name, session.id):
                     ids_of[session.id] = session.require_ids()
                     records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
             tags = [record.row.tag for record in records]
@@ -325,7 +325,7 @@ class DataRotationRun(RotationRun[DataRotation]):
         outdated: list[tuple[_EncryptedRecord, bytes, bytes]] = []
         for record in records:
             table = record.table
-            with self._problems.collecting(table.name, record.name):
+            with self._problems.collecting_errors(table.name, record.name):
                 if wanted_key is None or parse_header_or_none(record.stored) != wanted_key:
                     context = table.context(record.ids, record.row)
                     try:

@@ -156,7 +156,7 @@ class _MasterRotationRun(RotationRun[MasterRotation]):
         """Wrap the data keys with the new data master; count those that are stored."""
         keys: dict[DataKeyRow, bytes] = {}
         for row in rows:
-            with self._problems.collecting(data_keys.name, row.id):
+            with self._problems.collecting_errors(data_keys.name, row.id):
                 keys[row] = unwrap_data_key(row, keyring)
         if self._dry_run or not keys:
             self.result.rotated += len(keys)

@@ -124,7 +124,7 @@ async def fill_index(
             await in_groups(_AT_ONCE, partial(correct, users), owners)
     async for page in scan_sessions(db):
         await in_groups(_AT_ONCE, partial(correct, sessions), page)
-    result.problems = tuple(problems.items)
+    result.problems = tuple(problems.first)
     result.complete = skip_unreadable or not problems.count
     if result.complete:  # otherwise, a row without a session may be that of a session with a bad id
         app_tag = (await db.runner.identify(app_name)).app_tag

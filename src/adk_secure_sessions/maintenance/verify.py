@@ -216,7 +216,7 @@ class _Verifier:
             for *columns, version in rows:
                 row = MigratedRow(*columns)
                 self.needed_features.add(FeatureName.MIGRATION)
-                with self.problems.collecting(migrated.name, row.tag):
+                with self.problems.collecting_errors(migrated.name, row.tag):
                     macs.check(row)
                     if isinstance(version, int) and version < row.number:
                         detail = (
@@ -301,7 +301,7 @@ async def _report_orphaned_data_keys(db: Database, problems: Problems, meter: Me
         if bad:  # or `rotate master` has wrapped them with a new data master meanwhile
             keyring = await db.reread_keyring()
         for row in bad:
-            with problems.collecting(data_keys.name, row.id):
+            with problems.collecting_errors(data_keys.name, row.id):
                 unwrap_data_key(row, keyring)
         owners = {row.owner for row in rows if isinstance(row.owner, bytes)}
         stored_tags = {

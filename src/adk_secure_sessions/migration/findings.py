@@ -58,7 +58,7 @@ class Findings(CappedList[Finding]):
     def copy_into(self, result: T) -> T:
         """Set the fields `findings` and `seconds` of *result*, and return it."""
         seconds = time.monotonic() - self._began
-        vars(result).update(findings=tuple(self.items), seconds=seconds)
+        vars(result).update(findings=tuple(self.first), seconds=seconds)
         return result
 
     def add(self, tag: bytes, detail: str, *ids: str | None) -> None:
