@@ -243,10 +243,9 @@ class _Deletion:
         passes: a trigger or a rule can undo a deletion without an error.
         """
         self._dialect.set_read_committed(self._connection)
-        deleted: Counter[str] = Counter()
         if dry_run:
-            deleted += self._count_rows()
-            return deleted + Counter({_COLLECTIONS: len(self._collection_ids)})
+            return self._count_rows() + Counter({_COLLECTIONS: len(self._collection_ids)})
+        deleted: Counter[str] = Counter()
         self._dialect.set_constraints_immediate(self._connection)
         self._dialect.overwrite_deleted(self._connection)
         for _ in range(_MAX_PASSES):

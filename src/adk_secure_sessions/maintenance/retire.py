@@ -158,21 +158,11 @@ async def retire(
     known = (await db.reread_keyring()).rows
     key_counts = await _count_by_master(db)
     expected_deletions = deleted if dry_run else Counter[int]()
-    master_ids: tuple[int, ...] = ()
-
-    def retire_masters(connection: sa.Connection) -> list[KeptKey]:
-        nonlocal master_ids
-        kept, deleted_ids = _retire_masters(
-            dry_run, known, key_counts, expected_deletions, connection
-        )
-        # If the connection was lost during COMMIT, the attempt may have been committed, and its
-        # masters are not stored any more.  After a rollback, they are.
-        stored = {key.id for key in kept}.union(deleted_ids)
-        master_ids = (*(one for one in master_ids if one not in stored), *deleted_ids)
-        return kept
-
-    kept_keys.extend(await db.runner.key_db.run_sync(retire_masters, commit=not dry_run))
-    return Retirement(deleted.total(), master_ids, kept_keys.count, tuple(kept_keys.first), spare)
+    master_ids: set[int] = set()
+    run = partial(_retire_masters, dry_run, known, key_counts, expected_deletions, master_ids)
+    kept_keys.extend(await db.runner.key_db.run_sync(run, commit=not dry_run))
+    deleted_ids, kept = tuple(sorted(master_ids)), tuple(kept_keys.first)
+    return Retirement(deleted.total(), deleted_ids, kept_keys.count, kept, spare)
 
 
 async def _reject_unreadable_sessions(db: Database, throttle: Meter) -> None:
@@ -398,11 +388,12 @@ def _retire_masters(
     known: Mapping[int, MasterKeyRow],
     key_counts: Counter[int] | None,
     expected_deletions: Counter[int],
+    deleted_ids: set[int],
     connection: sa.Connection,
-) -> tuple[list[KeptKey], tuple[int, ...]]:
-    """Delete the replaced data masters that wrap no data key.
+) -> list[KeptKey]:
+    """Delete the replaced data masters that wrap no data key; return those that are kept.
 
-    Return those that are kept, and the ids of those that were deleted.
+    Add the ids of those that were deleted to *deleted_ids*, which has those of earlier attempts.
 
     Keep all data masters if the keyring has rows that are not *known*, or if *key_counts* is None.
     Somebody may have modified headers since *key_counts* was counted: the larger number decides.
@@ -415,11 +406,14 @@ def _retire_masters(
         dialect_of(connection).lock_tables(connection, data_keys)
     stored_rows = connection.execute(MASTER_KEYS if dry_run else MASTER_KEYS.with_for_update())
     stored_ids = {row.id for row in stored_rows}
+    # If the connection was lost during COMMIT, an attempt may have been committed, and its masters
+    # are not stored any more.  After a rollback, they are.
+    deleted_ids -= stored_ids
     # Another run of `retire` may have deleted some, and `rotate root` may have wrapped them again.
     rows = [row for row in known.values() if row.purpose == DATA_MASTER and row.id in stored_ids]
     older = sorted(rows, key=attrgetter("created_at", "id"))[:-1]
     if key_counts is None or not stored_ids <= known.keys():
-        return [KeptKey(keyring_table.name, row.id, ()) for row in older], ()
+        return [KeptKey(keyring_table.name, row.id, ()) for row in older]
     header = header_column(data_keys.c.wrapped)
     by_header = sa.select(header, sa.func.count()).group_by(header)
     counts = {header_bytes: int(number) for header_bytes, number in connection.execute(by_header)}
@@ -428,11 +422,11 @@ def _retire_masters(
     now = {row.id: counts.get(build_header(WRAP_BACKEND_ID, row.id), 0) for row in older}
     largest = (Counter(now) | key_counts) - expected_deletions
     uses = [(row, largest[row.id] + unknown) for row in older]
-    kept = [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
-    unused_ids = tuple(row.id for row, number in uses if not number)
+    unused_ids = [row.id for row, number in uses if not number]
     if unused_ids and not dry_run:
         connection.execute(sa.delete(keyring_table).where(keyring_table.c.id.in_(unused_ids)))
-    return kept, unused_ids
+    deleted_ids.update(unused_ids)
+    return [KeptKey(keyring_table.name, row.id, ((data_keys.name, n),)) for row, n in uses if n]
 
 
 # --- statements ----------------------------------------------------------------------------------
