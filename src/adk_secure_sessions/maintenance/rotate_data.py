@@ -134,6 +134,7 @@ class _EncryptedRecord(NamedTuple):
     table: SealedTable[Any]
     row: Any
     ids: Sequence[str]
+    is_item: bool = False  # of a collection: a service may replace it
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -250,11 +251,11 @@ class DataRotationRun(RotationRun[DataRotation]):
     ) -> AsyncIterator[list[_EncryptedRecord]]:
         """Yield the records of a user's sessions in groups, each session before its events.
 
-        Snapshots and events whose header is *wanted_header* are skipped; except in a dry run, also
-        those of sessions whose header is still another one when the caller asks for the next group.
+        Snapshots and events whose header is *wanted_header* are skipped.
         """
         async for page in scan_sessions_of_user(self._db, user_row):
             ids_of: dict[int, Sequence[str]] = {}
+            collections = {session.id for session in page if session.row.is_collection}
             records: list[_EncryptedRecord] = []
             for session in page:
                 with self._problems.collecting_errors(sessions.name, session.id):
@@ -269,14 +270,17 @@ class DataRotationRun(RotationRun[DataRotation]):
             values: dict[str, object] = {"user_row": user_row, "wanted_header": wanted_header}
             values |= row_range.parameters
             for table in (_SNAPSHOTS, _EVENTS):
-                query = _select_keys_under_other_headers(table, self._dry_run)
+                query = _select_keys_under_other_headers(table)
                 read, key = self._db.runner.data_db.read, table.key_columns
                 async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **values):
                     readable = [row for row in sizes if row[0] in ids_of]
                     for group in grouped(readable, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
                         keys = [row[:-1] for row in group]
                         rows = await _read_by_keys(self._db, table, keys)
-                        yield [_EncryptedRecord(table, row, ids_of[row[0]]) for row in rows]
+                        yield [
+                            _EncryptedRecord(table, row, ids_of[row[0]], row[0] in collections)
+                            for row in rows
+                        ]
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -383,35 +387,40 @@ def _store_reencrypted(changes: _Replacements, connection: sa.Connection) -> Non
     for table, replaced in changes.items():
         parameters = []
         for record, sealed in replaced:
-            values = {f"at_{number}": value for number, value in enumerate(record.key)}
+            at_key = {f"at_{number}": value for number, value in enumerate(record.key)}
+            # An item has no version, and a service that does not know the new key may have replaced
+            # the item by one under the same key.
+            if record.is_item and connection.scalar(_LOCK_ITEM, at_key) != record.stored:
+                continue
             version, header = table.version_of(record.row), record.stored[:HEADER_LENGTH]
-            parameters.append({**values, "at_version": version, "at_header": header, "new": sealed})
-        connection.execute(_replace_if_unchanged(table), parameters)
+            parameters.append({**at_key, "at_version": version, "at_header": header, "new": sealed})
+        if parameters:
+            connection.execute(_replace_if_unchanged(table), parameters)
 
 
 _ROWS = {table: sa.select(*table.table.c) for table in SEALED_TABLES}
 
 
 @functools.cache
-def _select_keys_under_other_headers(
-    table: SealedTable[Any], of_all_sessions: bool
-) -> sa.Select[Any]:
-    """Select the primary keys and lengths of a user's records without `wanted_header`.
-
-    Unless *of_all_sessions* is True, select only those of sessions that have this header.
-    """
-    wanted_header = sa.bindparam("wanted_header", type_=sa.LargeBinary)
-    of_session = [] if of_all_sessions else [header_column(sessions.c.state) == wanted_header]
+def _select_keys_under_other_headers(table: SealedTable[Any]) -> sa.Select[Any]:
+    """Select the primary keys and lengths of a user's records without `wanted_header`."""
     return (
         sa.select(*table.key_columns, sa.func.length(table.record_column))
         .select_from(table.table.join(sessions, sessions.c.id == table.key_columns[0]))
         .where(
             sessions.c.user_row == sa.bindparam("user_row"),
             *RowRange(0, 0).conditions(sessions.c.id),
-            header_column(table.record_column) != wanted_header,
-            *of_session,
+            header_column(table.record_column)
+            != sa.bindparam("wanted_header", type_=sa.LargeBinary),
         )
     )
+
+
+_LOCK_ITEM = (
+    sa.select(events.c.event)
+    .where(events.c.session_row == sa.bindparam("at_0"), events.c.seq == sa.bindparam("at_1"))
+    .with_for_update()
+)
 
 
 @functools.cache
@@ -419,9 +428,7 @@ def _replace_if_unchanged(table: SealedTable[Any]) -> sa.Update:
     """Return the UPDATE that replaces a record if the record has not changed since it was read.
 
     The statement compares the row's version, if it has one, and the record's header, which names
-    the key.  Every write changes the version, and every re-encryption changes the key.  An item has
-    no version, but only items of collections that have the new key are re-encrypted: a service that
-    replaces such an item encrypts it with the new key or a newer one.
+    the key.  Every write changes the version, and every re-encryption changes the key.
     """
     conditions = [
         part == sa.bindparam(f"at_{number}", type_=part.type)
