@@ -134,7 +134,7 @@ class _EncryptedRecord(NamedTuple):
     table: SealedTable[Any]
     row: Any
     ids: Sequence[str]
-    is_item: bool = False  # of a collection: a service may replace it
+    of_collection: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -254,13 +254,13 @@ class DataRotationRun(RotationRun[DataRotation]):
         Snapshots and events whose header is *wanted_header* are skipped.
         """
         async for page in scan_sessions_of_user(self._db, user_row):
-            ids_of: dict[int, Sequence[str]] = {}
-            collections = {session.id for session in page if session.row.is_collection}
-            records: list[_EncryptedRecord] = []
+            found: dict[int, _EncryptedRecord] = {}
             for session in page:
                 with self._problems.collecting_errors(sessions.name, session.id):
-                    ids_of[session.id] = session.require_ids()
-                    records.append(_EncryptedRecord(_SESSIONS, session.row, ids_of[session.id]))
+                    found[session.id] = _EncryptedRecord(
+                        _SESSIONS, session.row, session.require_ids(), session.row.is_collection
+                    )
+            records = list(found.values())
             tags = [record.row.tag for record in records]
             yield records + await _witness_records(self._db, (app_name,), tags)
             if not records:
@@ -273,14 +273,11 @@ class DataRotationRun(RotationRun[DataRotation]):
                 query = _select_keys_under_other_headers(table)
                 read, key = self._db.runner.data_db.read, table.key_columns
                 async for sizes in pages(read, query, key, _SIZES, lambda *row: row, **values):
-                    readable = [row for row in sizes if row[0] in ids_of]
+                    readable = [row for row in sizes if row[0] in found]
                     for group in grouped(readable, itemgetter(-1), _GROUP_SIZE, _GROUP_BYTES):
                         keys = [row[:-1] for row in group]
                         rows = await _read_by_keys(self._db, table, keys)
-                        yield [
-                            _EncryptedRecord(table, row, ids_of[row[0]], row[0] in collections)
-                            for row in rows
-                        ]
+                        yield [found[row[0]]._replace(table=table, row=row) for row in rows]
 
     async def _renew_key(self, app_name: str, tag: bytes, *, of_user: bool) -> None:
         """Create the owner's new data key, and name it in its row, so that services use it."""
@@ -390,7 +387,8 @@ def _store_reencrypted(changes: _Replacements, connection: sa.Connection) -> Non
             at_key = {f"at_{number}": value for number, value in enumerate(record.key)}
             # An item has no version, and a service that does not know the new key may have replaced
             # the item by one under the same key.
-            if record.is_item and connection.scalar(_LOCK_ITEM, at_key) != record.stored:
+            is_item = record.of_collection and table is _EVENTS
+            if is_item and connection.scalar(_LOCK_ITEM, at_key) != record.stored:
                 continue
             version, header = table.version_of(record.row), record.stored[:HEADER_LENGTH]
             parameters.append({**at_key, "at_version": version, "at_header": header, "new": sealed})
