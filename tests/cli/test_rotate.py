@@ -295,15 +295,6 @@ def test_unfinished_rotation_is_shown_and_continued(name: str, filled: str) -> N
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_unfinished_rotation_is_begun_again_with_restart(name: str, file: str) -> None:
-    asyncio.run(interrupt(file, ROTATIONS[name]))
-    (unfinished,) = run("status", "--db", file, "--json").json["unfinished"]
-    done = run("rotate", name, *on(file), "--restart", "--json").json
-    assert done["resumed"] is False
-    assert done["since"] > unfinished["since"]
-
-
-@pytest.mark.parametrize("name", ROTATIONS)
 def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(name: str, file: str) -> None:
     asyncio.run(interrupt(file, ROTATIONS[name]))
     tampered = "value = substr(value, 1, length(value) - 1) || 'x'"
@@ -320,7 +311,8 @@ def test_rotation_whose_checkpoint_was_tampered_with_is_rejected(name: str, file
         assert f"secure_meta row rotation.{name}: " in rejected.stderr
         assert "--restart" in rejected.stderr
     assert all_rows(file) == before
-    assert run("rotate", name, *on(file), "--restart").code == 0
+    begun = run("rotate", name, *on(file), "--restart", "--json")
+    assert (begun.code, begun.json["resumed"]) == (0, False)
     assert run("verify", *on(file)).code == 0
 
 
