@@ -314,12 +314,13 @@ class DataRotationRun(RotationRun[DataRotation]):
         owner_tag: bytes,
         wanted_key: tuple[int, int] | None,
         records: list[_EncryptedRecord],
+        attempts: int = 3,
     ) -> None:
         """Re-encrypt those *records* whose headers do not contain *wanted_key* yet.
 
-        A record is left unchanged if its key is newer than the current one, or if another process
-        has changed it since it was read.  Each re-encrypted record is read again before it is
-        counted.
+        A record is left unchanged if its key is newer than the current one, or if in all *attempts*
+        another process has changed it since it was read.  Each re-encrypted record is read again
+        before it is counted.
         """
         # With contexts and plaintexts.  Each plaintext begins with its flags, so a compressed or
         # padded record stays as it is.
@@ -349,10 +350,17 @@ class DataRotationRun(RotationRun[DataRotation]):
             require_same_plaintext(record.table.name, record.name, plaintext, decrypt_new)
             changes.setdefault(record.table, []).append((record, sealed))
         await self._db.runner.data_db.run_sync(partial(_store_reencrypted, changes))
+        changed: list[_EncryptedRecord] = []
         for table, replaced in changes.items():
-            new_records = {record.key: sealed for record, sealed in replaced}
+            new_records = {record.key: (record, sealed) for record, sealed in replaced}
             for row in await _read_by_keys(self._db, table, new_records):
-                self.result.reencrypted += row[-1] == new_records[table.primary_key_of(row)]
+                record, sealed = new_records[table.primary_key_of(row)]
+                if row[-1] == sealed:
+                    self.result.reencrypted += 1
+                else:
+                    changed.append(record._replace(row=row))
+        if changed and attempts > 1:
+            await self._reencrypt(keys, owner_tag, wanted_key, changed, attempts - 1)
 
     async def _count_left(self) -> int:
         if self._dry_run:
