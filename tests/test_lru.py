@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import Lru, SizedLru
 
 
 def filled(limit: int, *keys: str) -> Lru[str, str]:
@@ -50,8 +50,8 @@ def test_limit_of_zero_holds_nothing() -> None:
 # --- a limit of the total size -------------------------------------------------------------------
 
 
-def sized(limit: int, **sizes: int) -> Lru[str, str]:
-    lru = Lru[str, str](limit)
+def sized(limit: int, **sizes: int) -> SizedLru[str, str]:
+    lru = SizedLru[str, str](limit)
     for key, size in sizes.items():
         lru.put(key, key.upper(), size)
     return lru
@@ -85,7 +85,7 @@ def test_size_of_a_replaced_or_dropped_entry_is_free_again() -> None:
 
 
 def test_many_threads_never_exceed_the_size() -> None:
-    lru = Lru[int, int](100)
+    lru = SizedLru[int, int](100)
 
     def work(start: int) -> None:
         for number in range(start, start + 2000):

@@ -49,27 +49,49 @@ class Caches:
 
 
 class Lru(Generic[K, V]):
-    """A cache whose entries have sizes, at most *limit* in total; several threads may use it.
-
-    The size of an entry is 1 unless `put` is given another one.
+    """A cache of at most *limit* entries.  Several threads may use it: each call on the
+    `OrderedDict` is atomic.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit: int = limit
-        self.size: int = 0
-        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._lock = ThreadLock()  # an entry and the total size change together
+        self._entries: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        # This needs no lock, because each call on the `OrderedDict` is atomic.
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
+        value = self._entries.get(key)
+        if value is not None:
+            try:
+                self._entries.move_to_end(key)
+            except KeyError:
+                pass  # another thread has just removed the entry
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """Store *value*; remove the least recently used entries if the cache is full."""
+        entries = self._entries
+        entries[key] = value
         try:
-            self._entries.move_to_end(key)
+            entries.move_to_end(key)
+            while len(entries) > self.limit:
+                entries.popitem(last=False)
         except KeyError:
-            pass  # another thread has just removed the entry
-        return entry[0]
+            pass  # another thread has just removed the entry, or the last one
+
+    def items(self) -> list[tuple[K, V]]:
+        return list(self._entries.items())
+
+    def drop(self, key: K) -> None:
+        self._entries.pop(key, None)
+
+
+class SizedLru(Lru[K, V]):
+    """An `Lru` whose entries have sizes, at most *limit* in total."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.size: int = 0
+        self._sizes: dict[K, int] = {}
+        self._lock = ThreadLock()  # an entry and the total size change together
 
     def put(self, key: K, value: V, size: int = 1) -> None:
         """Store *value*; remove the least recently used entries if the cache is full.
@@ -80,21 +102,17 @@ class Lru(Generic[K, V]):
             self.drop(key)
             return
         with self._lock.lock:
-            _, old = self._entries.get(key, (None, 0))  # `get` must find it until it is replaced
-            self._entries[key] = value, size
+            self.size += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+            self._entries[key] = value  # `get` finds the old value until now
             self._entries.move_to_end(key)
-            self.size += size - old
             while self.size > self.limit and self._entries:  # a fork may have left a wrong size
-                _, (_, removed) = self._entries.popitem(last=False)
-                self.size -= removed
-
-    def items(self) -> list[tuple[K, V]]:
-        with self._lock.lock:
-            return [(key, value) for key, (value, _) in self._entries.items()]
+                removed, _ = self._entries.popitem(last=False)
+                self.size -= self._sizes.pop(removed, 0)
 
     def drop(self, key: K) -> None:
         if key not in self._entries:
             return  # as most sessions in the cache of events, which may be off
         with self._lock.lock:
-            _, size = self._entries.pop(key, (None, 0))
-            self.size -= size
+            self._entries.pop(key, None)
+            self.size -= self._sizes.pop(key, 0)

@@ -21,7 +21,7 @@ from google.adk.version import __version__ as adk_version
 from google.genai import types
 
 from adk_secure_sessions.audit import audited_access
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import SizedLru
 from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.protocol import Conflict, Retries
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
@@ -369,7 +369,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
         # a `UserMemory`, and be changing it.
         key = (self, os.getpid())
         runner = self._collections.runner
-        return await runner.cached_object(key, lambda: Lru(self._cache_entries))
+        return await runner.cached_object(key, lambda: SizedLru(self._cache_entries))
 
     async def _up_to_date(self, cache: "_Cache", address: Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""
@@ -399,7 +399,7 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
 
 reject_unknown_methods(EncryptedMemoryService, BaseMemoryService)
 
-_Cache: TypeAlias = Lru[Address, UserMemory]
+_Cache: TypeAlias = SizedLru[Address, UserMemory]
 
 
 def _cache_memory(cache: _Cache, address: Address, memory: UserMemory) -> None:

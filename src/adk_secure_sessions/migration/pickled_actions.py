@@ -22,7 +22,7 @@ from google.adk.events import Event, EventActions
 from google.adk.version import __version__ as adk_version
 from pydantic import BaseModel
 
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import SizedLru
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import events
@@ -54,7 +54,7 @@ class PickleReader:
         self._pid = 0  # of the process that has started the child
         self._is_closed = False
         # The answers by the hash of the pickle: most events have the same, empty actions.
-        self._answers: Lru[bytes, bytes] = Lru(_CACHED_BYTES)
+        self._answers: SizedLru[bytes, bytes] = SizedLru(_CACHED_BYTES)
 
     def read(self, pickled: bytes) -> EventActions:
         """Return the actions in *pickled*; raise ConversionError if the child cannot load them."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import Lru, SizedLru
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.storage.schema import Owner, StoredSession, WitnessRow
 
@@ -84,7 +84,7 @@ class RowCache:
         self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
         self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
         # The first events of the sessions that were read last, in at most *size_of_events* bytes.
-        self.events: Lru[bytes, CachedEvents] = Lru(size_of_events)
+        self.events: SizedLru[bytes, CachedEvents] = SizedLru(size_of_events)
         self.entry_count: int = 0
         self.found_erased_user: bool = False
 
