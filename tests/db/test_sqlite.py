@@ -211,6 +211,41 @@ async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks
     assert await stored(numbers) == [n for n in range(30) if n % 3 and n % 5]
 
 
+@pytest.mark.parametrize("has_eventfds", [True, False])
+def test_interrupted_task_leaves_no_other_one_waiting_and_no_open_file(
+    has_eventfds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_eventfds:
+        monkeypatch.delattr(os, "eventfd")
+
+    async def interrupted(executor: SqliteExecutor) -> None:
+        await executor.write(partial(add, 10))
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
+        blocker = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
+        await asyncio.sleep(0.05)
+        first = asyncio.ensure_future(interrupted(executor))
+        others = [asyncio.ensure_future(executor.write(partial(add, n))) for n in range(3)]
+        try:
+            await asyncio.sleep(5)
+        finally:  # `asyncio.run` cancels this task
+            ended = asyncio.gather(blocker, first, *others, return_exceptions=True)
+            await asyncio.wait_for(ended, 5)
+            rows.extend(await stored(executor))
+            await executor.close()
+
+    rows: list[int] = []
+    gc.collect()
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert rows == [0, 1, 2, 10]
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
 async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
     executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
     mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
