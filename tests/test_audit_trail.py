@@ -659,9 +659,15 @@ async def test_migration_from_a_database_with_a_trail_is_stored_there(
 async def test_heads_are_logged_when_the_service_is_closed(
     url: sa.URL, heads: Callable[[], list[str]]
 ) -> None:
-    async with service_of(url) as service:
-        await service.create_session(**IDS)
+    service, faults = with_faults(lambda: service_of(url))
+    loop, is_running = asyncio.get_running_loop(), asyncio.Event()
+    async with service:
+        session = await service.create_session(**IDS)
         assert not [line for line in heads() if "audit.head" in line]
+        faults.data.after(Point.APPLY, lambda: loop.call_soon_threadsafe(is_running.set))
+        task = asyncio.ensure_future(service.append_event(session, event()))
+        await is_running.wait()  # `close` then waits for the write
+    await task
     async with Database(url, BACKEND) as db:
         found = await verify_audit(db, {"log": heads()})
     assert (found.heads, found.bad) == (1, 0)

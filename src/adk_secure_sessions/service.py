@@ -687,9 +687,11 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     async def close(self) -> None:
         """Close the connections and discard all keys; the next call opens the database again."""
-        if self._auditing.trail is not None:
-            self._auditing.trail.close()
-        await self._runner.close()
+        try:
+            await self._runner.close()
+        finally:
+            if self._auditing.trail is not None:  # also log the heads of the writes that just ended
+                self._auditing.trail.close()
 
 
 @hides_locals
