@@ -229,9 +229,10 @@ async def test_import_after_a_lost_answer_is_stored_once(
         result = await imported(again, of=history(3), version="2", replace=replace)
         assert result is (ImportStatus.OUTDATED if replace else ImportStatus.NEW)
         assert plan.happened
-        await again.import_state((APP, USER), b'{"k":1}')
-        faults.data.after(Point.WRITE, lost())
-        await again.import_state((APP, USER), b'{"k":2}', replace=True)
+        for number, expected in ((1, ImportStatus.NEW), (2, ImportStatus.OUTDATED)):
+            faults.data.after(Point.WRITE, lost())
+            state = b'{"k":%d}' % number
+            assert await again.import_state((APP, USER), state, replace=True) is expected
         assert await is_clean(db)
     found = await read(service)
     assert len(found.events) == 3

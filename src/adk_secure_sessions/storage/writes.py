@@ -265,9 +265,9 @@ class Write(StorageOperation[T]):
     lock_queries: Sequence[sa.Executable] = field(
         default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False
     )
-    # The results of attempts, by a random value that each has sent, or whose row it has deleted: a
-    # row id or a record.  An attempt that lost its connection may have been committed.  The next
-    # attempt finds out whether the value is in the database.
+    # The results of attempts, by a value that only they have sent, or whose row they have deleted:
+    # a row id, a record or a row of `secure_migrated`.  An attempt that lost its connection may have
+    # been committed.  The next attempt finds out whether the value is in the database.
     _unconfirmed_results: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt) -> T:

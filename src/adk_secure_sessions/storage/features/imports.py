@@ -364,6 +364,9 @@ class ImportOwnerState(_Import[ImportStatus]):
             app, user = sealed_rows.open_app(attempt, rows), None
         owner = user if self.of_user else app
         row = self.macs.checked_with_tag(rows, self._tag)
+        if row in self._unconfirmed_results:
+            result: ImportStatus = self._unconfirmed_results[row]
+            return result
         if row and (row.is_tombstone or owner is None):
             return ImportStatus.DELETED
         status = ImportStatus.NEW
@@ -379,6 +382,7 @@ class ImportOwnerState(_Import[ImportStatus]):
             return ImportStatus.SAME_ID
         changed = self._set(app, user, owner_changes)
         new = self.macs.build_row(self._tag, changed.row.id, changed.version, self.source)
+        self._unconfirmed_results[new] = status
         remember = _update(row, new) if row else Change(sql.INSERT_MIGRATED, as_parameters(new))
         yield from apply_or_conflict([*owner_changes.changes, remember])
         return status
