@@ -96,12 +96,19 @@ def _try_out(backend: EncryptionBackend) -> None:
         fault = "stores plaintext"
     elif decrypted(key, sealed, b"another context") is not None:
         fault = "ignores the associated data, so records could be moved"
-    elif decrypted(key, sealed[:-1] + bytes([sealed[-1] ^ 1]), context) is not None:
+    elif any(
+        decrypted(key, _flip_bit(sealed, at), context) is not None
+        for at in (0, len(sealed) // 2, len(sealed) - 1)
+    ):
         fault = "decrypts a modified record"
     elif decrypted(_bytes_or_none(backend.new_key), sealed, context) is not None:
         fault = "decrypts a record with another key"
     if fault:
         raise ConfigurationError(f"backend {backend.name!r} {fault}")
+
+
+def _flip_bit(value: bytes, at: int) -> bytes:
+    return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
 
 
 def _bytes_or_none(call: Callable[[], bytes]) -> bytes | None:
