@@ -266,8 +266,8 @@ class Write(StorageOperation[T]):
         default=(sql.LOCK_SESSION, sql.LOCK_APP, sql.LOCK_USER), init=False
     )
     # The results of attempts, by a value that only they have sent, or whose row they have deleted:
-    # a row id, a record or a row of `secure_migrated`.  An attempt that lost its connection may have
-    # been committed.  The next attempt finds out whether the value is in the database.
+    # a row id, a record or a row of `secure_migrated`.  An attempt that lost its connection may
+    # have been committed.  The next attempt finds out whether the value is in the database.
     _unconfirmed_results: dict[object, Any] = field(default_factory=dict, init=False)
 
     async def execute(self, attempt: Attempt) -> T:
