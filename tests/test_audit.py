@@ -43,6 +43,7 @@ from adk_secure_sessions.maintenance import (
     rotate_data,
     rotate_master,
     rotate_root,
+    separate,
     verify,
 )
 from adk_secure_sessions.migration import AdkTables, PlaintextFallbackService, export_lines
@@ -268,6 +269,21 @@ async def test_rejected_record_is_recorded_with_its_row_and_reason(
     async with Database(url, AesGcmBackend(KEY)) as db:
         await verify(db)
     assert [one["row"] for one in log.records("record.rejected")] == [rejected["row"]] * 2
+
+
+async def test_rejection_in_a_command_of_another_command_is_recorded_once(
+    log: Log, url: str, tmp_path: Path
+) -> None:
+    await tampered(url, tmp_path)
+
+    def progress(done: int, total: int) -> None:
+        if done == total > 2:  # at the end of `rotate_data`, before `retire`
+            execute(tmp_path / "s.db", "UPDATE secure_sessions SET revision = 7")
+
+    async with Database(url, AesGcmBackend(KEY)) as db:
+        with pytest.raises(DecryptionError):
+            await separate(db, progress=progress)
+    assert len(log.records("record.rejected")) == 1
 
 
 async def test_rows_that_are_missing_or_orphaned_are_recorded_once_each(

@@ -177,7 +177,13 @@ def log_event(event: str, **facts: object) -> None:
 
 
 def record_rejected(error: DecryptionError) -> None:
-    """Count a stored value that was rejected with *error*, and write an audit record of it."""
+    """Count a stored value that was rejected with *error*, and write an audit record of it.
+
+    Do nothing if a call inside the running call, such as a command of `separate`, did so already.
+    """
+    if error._is_recorded:
+        return
+    error._is_recorded = True
     count_rejected(error)
     log_event(
         "record.rejected",

@@ -163,6 +163,7 @@ class DecryptionError(SecureSessionError):
     reason: Reason = Reason.AUTHENTICATION
     table: str | None = None
     row: str | None = None
+    _is_recorded = False  # in the audit log
 
     def __init__(
         self,

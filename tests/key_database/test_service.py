@@ -74,7 +74,7 @@ async def test_data_without_its_key_database_is_rejected(files: Pair, tmp_path: 
             await find(service)
 
 
-async def test_all_users_of_an_app_are_listed(pair: Pair) -> None:
+async def test_all_users_of_an_app_are_listed(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     users = [f"u{n}" for n in range(8)]
     async with pair.service() as service:
         for user in users:
@@ -82,17 +82,18 @@ async def test_all_users_of_an_app_are_listed(pair: Pair) -> None:
     async with pair.service() as service:
         listed = (await service.list_sessions(app_name=APP)).sessions
         assert sorted(session.user_id for session in listed) == users
-    run_sql(
-        pair.keys,
-        "DELETE FROM secure_data_keys WHERE id = "
-        "(SELECT * FROM (SELECT max(id) FROM secure_data_keys WHERE owner <> :app) AS t)",
-        app=query(pair.data, "SELECT tag FROM secure_apps")[0][0],
-    )
+    rows = query(pair.data, "SELECT id, tag FROM secure_users ORDER BY id")
+    run_sql(pair.keys, "DELETE FROM secure_data_keys WHERE owner = :tag", tag=rows[-1][1])
     async with pair.service() as service:
         with pytest.raises(UnknownKeyError):
             await service.list_sessions(app_name=APP)
     async with pair.service(skip_unreadable_sessions=True) as service:
         assert len((await service.list_sessions(app_name=APP)).sessions) == 7
+        run_sql(pair.data, "UPDATE secure_users SET version = 9 WHERE id = :id", id=rows[0][0])
+        caplog.clear()
+        assert len((await service.list_sessions(app_name=APP)).sessions) == 6
+    # The first attempt also rejects the modified row, before it lacks a data key.
+    assert len(caplog.messages) == len(set(caplog.messages)) == 4
 
 
 async def test_more_users_are_listed_than_one_statement_reads_keys_of(files: Pair) -> None:

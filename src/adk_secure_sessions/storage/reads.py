@@ -299,6 +299,8 @@ class Listing(StorageOperation[T]):
     skips_unreadable: bool = False
     is_collection: bool = False
 
+    _recorded_errors = frozenset[str]()  # by earlier attempts, too
+
     def __post_init__(self) -> None:
         self.needs_fresh_keys: bool = self.of_app or self.skips_unreadable
 
@@ -361,8 +363,10 @@ class Listing(StorageOperation[T]):
             isinstance(error, UnknownKeyError) and not attempt.unknown_key_is_final
         ):
             raise error
-        record_rejected(error)
-        logger.error("left out of a listing: %s", error)
+        if str(error) not in self._recorded_errors:
+            self._recorded_errors |= {str(error)}
+            record_rejected(error)
+            logger.error("left out of a listing: %s", error)
 
 
 class ListSessions(Listing[list[SessionWithStates]]):
