@@ -14,6 +14,7 @@ import stat
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import closing
 from functools import partial
@@ -111,19 +112,6 @@ async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None
     await executor.close()
 
 
-async def test_cancelled_before_it_began_never_runs(numbers: SqliteExecutor) -> None:
-    blocker = asyncio.ensure_future(numbers.write(wait))
-    await asyncio.sleep(0.05)
-    waiting = asyncio.ensure_future(numbers.write(partial(add, 1)))
-    await asyncio.sleep(0.01)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert not blocker.done()  # it did not wait for the one before
-    await blocker
-    assert await stored(numbers) == []
-
-
 async def test_cancelled_as_the_result_arrives_neither_hangs_nor_loses_it(
     numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +186,8 @@ async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks
     await asyncio.sleep(0.01)
     for task in tasks[::5]:
         task.cancel()
+    await asyncio.wait(tasks[::5])
+    assert not blocker.done()  # a task that is cancelled before its job began does not wait for it
     await blocker
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for number, result in enumerate(results):
@@ -211,16 +201,25 @@ async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks
     assert await stored(numbers) == [n for n in range(30) if n % 3 and n % 5]
 
 
-@pytest.mark.parametrize("has_eventfds", [True, False])
-def test_interrupted_task_leaves_no_other_one_waiting_and_no_open_file(
-    has_eventfds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["task", "task without eventfds", "event loop"])
+def test_interrupt_leaves_no_other_one_waiting_and_no_open_file(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_eventfds:
+    if place == "task without eventfds":
         monkeypatch.delattr(os, "eventfd")
+    read_eventfd = os.eventfd_read
+
+    def read_interrupted(eventfd: int) -> None:
+        monkeypatch.setattr(os, "eventfd_read", read_eventfd)
+        os.eventfd_read(eventfd)
+        raise KeyboardInterrupt
 
     async def interrupted(executor: SqliteExecutor) -> None:
+        if place == "event loop":
+            monkeypatch.setattr(os, "eventfd_read", read_interrupted)
         await executor.write(partial(add, 10))
-        raise KeyboardInterrupt
+        if place != "event loop":
+            raise KeyboardInterrupt
 
     async def main() -> None:
         executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
@@ -244,6 +243,34 @@ def test_interrupted_task_leaves_no_other_one_waiting_and_no_open_file(
     assert rows == [0, 1, 2, 10]
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
+async def test_task_may_run_the_event_loop_again(
+    numbers: SqliteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "_nest_patched", True, raising=False)  # as `nest_asyncio` does
+    await stored(numbers)
+    loop: Any = asyncio.get_running_loop()
+    outer, inner = asyncio.current_task(), asyncio.ensure_future(stored(numbers))
+    deadline = time.monotonic() + 5
+    asyncio.tasks._leave_task(loop, outer)  # type: ignore[arg-type]
+    while not inner.done() and time.monotonic() < deadline:
+        loop._run_once()
+    asyncio.tasks._enter_task(loop, outer)  # type: ignore[arg-type]
+    assert inner.result() == []
+
+
+def test_call_that_ends_after_its_event_loop_was_closed_keeps_no_memory(tmp_path: Path) -> None:
+    executor = asyncio.run(opened(f"sqlite:///{tmp_path}/numbers.db"))
+    loop = asyncio.new_event_loop()
+    write = loop.create_task(executor.write(wait))
+    loop.run_until_complete(asyncio.sleep(0.05))
+    loop.close()
+    reference = weakref.ref(loop)
+    del loop, write
+    asyncio.run(executor.close())  # waits for the write
+    gc.collect()
+    assert reference() is None
 
 
 async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:

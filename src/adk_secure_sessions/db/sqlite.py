@@ -256,8 +256,9 @@ class SqliteExecutor:
         needs_sqlalchemy: bool = False,
     ) -> T:
         loop, threads = asyncio.get_running_loop(), self._threads
-        if (waker := _wakers.get(loop)) is None:
-            waker = _wakers[loop] = LoopWaker(loop)
+        if not (waker := (known := _wakers.get(loop)) and known()):
+            waker = LoopWaker(loop)
+            _wakers[loop] = weakref.ref(waker)
         job = Job(work, needs_sqlalchemy, reads, loop, waker)
         if not reads and threads and threads[0].last_batch_was_group and os.getpid() == self._pid:
             # In the next iteration of the event loop, after the other tasks of this one have added
@@ -464,7 +465,12 @@ class Job:
         """Run the task until it awaits something else, if it awaits the job already."""
         if self.waiter is not None:
             wake, context = self.waiter
-            context.run(wake, self)
+            if "_nest_patched" in vars(asyncio):
+                # A task may run the event loop again until another task ends: see `nest_asyncio`.
+                # In the context in which this method is called, the loop could not wake that task.
+                self.loop.call_soon(wake, self, context=context)
+            else:
+                context.run(wake, self)
 
     def __await__(self) -> Generator["Job", None, Any]:
         """Wait for the job and return its result, or raise its error."""
@@ -774,21 +780,20 @@ class LoopWaker:
             logger.debug("an event loop was closed before its transactions were answered")
 
     def _wake_tasks(self) -> None:
-        if self._eventfd is not None:
-            try:
-                os.eventfd_read(self._eventfd)
-            except BlockingIOError:
-                pass  # an earlier call has handled this
         try:
+            if self._eventfd is not None:
+                with suppress(BlockingIOError):  # an earlier call has handled this
+                    os.eventfd_read(self._eventfd)
             for _ in range(len(self._jobs)):
                 self._jobs.popleft().wake()
-        except BaseException:  # Ctrl-C, for example, has interrupted the task
+        except BaseException:  # Ctrl-C, for example, has interrupted this method or the task
             if self._jobs:
                 self.wake([self._jobs.pop()])  # again, for the other tasks
             raise
 
 
-_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]"
+# An event loop keeps its waker, whose jobs refer to the loop: see `LoopWaker.__init__`.
+_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopWaker]]"
 _wakers = weakref.WeakKeyDictionary()
 
 
