@@ -530,8 +530,12 @@ async def test_running_service_logs_a_junk_row_and_goes_on(
         again = await renewed(stored, again, root)
     assert again.is_current(fingerprints_of(stored))
     assert (len(root.unwrapped), len(caplog.records)) == (called, 1)
-    await renewed([*stored[:-1], row_like(junk, wrapped=b"\x01 other junk")], again, root)
-    assert len(caplog.records) == 2
+    with later(RETRY_PAUSE):
+        for number in range(3):
+            stored[-1] = row_like(junk, wrapped=b"\x01 other junk %d" % number)
+            again = await renewed(stored, again, root)
+            assert number or len(caplog.records) == 2
+            assert len(root.unwrapped) <= called + 1  # the key service is called once in a pause
 
 
 async def test_running_service_uses_no_data_key_under_a_changed_master() -> None:
@@ -761,7 +765,8 @@ async def test_row_that_holds_another_key_than_before_is_rejected(
     assert rows[1].id not in again.data_masters
     fault = "it holds another key than the one that this service has read"
     assert f"secure_keyring row {rows[1].id}: {fault}, so the row" in caplog.text
-    back = await renewed(rows, again, ROOT)
+    with later(2 * RETRY_PAUSE):
+        back = await renewed(rows, again, ROOT)
     assert rows[1].id in back.data_masters
 
 

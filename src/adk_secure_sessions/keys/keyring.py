@@ -36,8 +36,10 @@ DATA_MASTER, INDEX_MASTER = "data", "index"
 MAX_MASTERS = 64
 # The maximum length of a wrapped key, in bytes.  A longer value was tampered with, and is not read.
 MAX_WRAPPED = 65_536
-# How many seconds after a failure of its key service a row is unwrapped again.  Otherwise, an
-# attacker who can write to the database could make every operation call the key service.
+# How many seconds after a failure of its key service a row is unwrapped again.  After a failure or
+# a rejection, a running service also unwraps no other new row of the same root key for this time.
+# Otherwise, an attacker who changes a row again and again could make every operation call the key
+# service.
 RETRY_PAUSE = 10.0
 # How many data masters a process unwraps at the same time when it starts.  A process that knows a
 # keyring unwraps one data master at a time.
@@ -132,6 +134,8 @@ class Keyring(HoldsSecrets):
     # The rows that are not used, each with the time (monotonic seconds) at which it is unwrapped
     # again: `math.inf` if it was rejected, a finite time if its key service failed.
     rejected_or_pending: Mapping[MasterKeyRow, float] = field(default_factory=dict)
+    # By the id of a root key: the time before which no other new row of this root key is unwrapped.
+    paused_until: Mapping[str, float] = field(default_factory=dict)
     # The digest of the key of each row that this process has unwrapped, by id, and of the index
     # master by `INDEX_MASTER`.  If such a row changes, it must still hold the same key.
     digests: Mapping[int | str, bytes] = field(default_factory=dict)
@@ -162,8 +166,8 @@ class Keyring(HoldsSecrets):
         pending = (row.id for row, at in self.rejected_or_pending.items() if at < math.inf)
         if master_id in pending:
             raise UnknownKeyError(
-                f"data master {master_id} is not unwrapped yet, because its key service failed: "
-                "check the log and the key service"
+                f"data master {master_id} is not unwrapped yet, because its key service failed, or "
+                "another row of its root key was rejected: check the log and the key service"
             )
         raise UnknownKeyError(f"the keyring holds no data master {master_id}")
 
@@ -257,9 +261,9 @@ async def open_keyring(
     and one that it has rejected is neither unwrapped nor logged again.
 
     If *known* is given and *is_service* is True, a row whose key service fails is not used, and is
-    unwrapped again by a call after `RETRY_PAUSE` seconds.  If *row_count* is above `MAX_MASTERS`,
-    *rows* need only contain the ids that *known* has accepted, and only unchanged
-    rows are used.
+    unwrapped again by a call after `RETRY_PAUSE` seconds; so are new rows of its root key.  If
+    *row_count* is above `MAX_MASTERS`, *rows* need only contain the ids that *known* has accepted,
+    and only unchanged rows are used.
 
     An error is raised in any case if the keyring would have no index master or no data master.
     """
@@ -311,6 +315,7 @@ async def open_keyring(
         usable_master_ids=frozenset(row_id for *_, row_id in usable),
         rows=builder.accepted,
         rejected_or_pending=builder.rejected_or_pending,
+        paused_until=builder.paused_until,
         digests={name: digest for name, digest in builder.digests.items() if name in stored},
         row_count=row_count,
     )
@@ -336,6 +341,9 @@ class _KeyringBuilder:
         self.index_master = self.known.index_master if self.known else None
         self.digests = dict(self.known.digests) if self.known else {}
         self.rejected_or_pending_before = self.known.rejected_or_pending if self.known else {}
+        # Rows that are due now are all tried, so that an attacker's row cannot delay the others.
+        self.paused_before = self.known.paused_until if self.known and self.is_service else {}
+        self.paused_until = dict(self.paused_before)
 
     def is_known(self, row: MasterKeyRow) -> bool:
         """Return whether *row* has not changed since the known keyring accepted it."""
@@ -377,13 +385,14 @@ class _KeyringBuilder:
             self.accepted[row.id] = row
             return
         now = time.monotonic()
-        retry_at = self.rejected_or_pending_before.get(row, now)
+        pause = self.paused_before.get(row.root_key_id, now)
+        retry_at = self.rejected_or_pending_before.get(row, pause)
         if retry_at <= now and row.root_key_id in self.failing:
             retry_at = now + RETRY_PAUSE
         if retry_at > now:
-            # Do not call the key service: the row was rejected, the pause after a failure has not
-            # ended, or a call with this root key has just failed, and a further one might take as
-            # long to fail.
+            # Do not call the key service: the row was rejected, the pause of the row or its root
+            # key has not ended, or a call with this root key has just failed, and a further one
+            # might take as long to fail.
             self.rejected_or_pending[row] = retry_at
             return
         try:
@@ -393,11 +402,14 @@ class _KeyringBuilder:
                 fault = "it holds another key than the one that this service has read"
                 raise _malformed_error(row, fault)
         except (WrongKeyError, DecryptionError) as error:
+            if row.root_key_id in self.roots:
+                self.paused_until[row.root_key_id] = time.monotonic() + RETRY_PAUSE
             self._reject(row, error)
         except SecureSessionError as error:
             if self.known is None or not self.is_service:
                 raise
-            self.rejected_or_pending[row] = time.monotonic() + RETRY_PAUSE
+            retry_at = self.paused_until[row.root_key_id] = time.monotonic() + RETRY_PAUSE
+            self.rejected_or_pending[row] = retry_at
             self.failure = self.failure or without_frames(error)
             if error.retryable:
                 self.failing.add(row.root_key_id)
