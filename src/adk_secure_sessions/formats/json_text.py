@@ -296,10 +296,12 @@ class Scopes(NamedTuple):
 
 def split_scopes(state: JsonObject | None) -> Scopes:
     """Split *state* by scope, and omit `temp:` keys, which ADK never stores."""
+    if not state or ":" not in "".join(state):  # as most states: one search instead of one per key
+        return Scopes({}, {}, dict(state or {}))
     app: JsonObject = {}
     user: JsonObject = {}
     session: JsonObject = {}
-    for key, value in (state or {}).items():
+    for key, value in state.items():
         if ":" not in key:
             session[key] = value
         elif key.startswith(APP_PREFIX):

@@ -263,12 +263,13 @@ def context_prefix(parts: tuple[str | bytes, ...]) -> bytes:
 
 
 def encode_part(part: str | bytes) -> bytes:
-    data = encode_text(part) if isinstance(part, str) else part
-    if not isinstance(data, bytes):
+    if isinstance(part, str):
+        part = encode_text(part)
+    elif not isinstance(part, bytes):
         raise TamperedError(
             "a text or binary column holds a value of another type", Reason.MALFORMED
         )
-    return _LENGTH.pack(len(data)) + data
+    return _LENGTH.pack(len(part)) + part
 
 
 def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:

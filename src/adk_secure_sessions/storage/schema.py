@@ -357,6 +357,7 @@ class SealedTable(Generic[R]):
         columns = list(table.c)
         names = [column.name for column in columns]
         self.kind: str = kind
+        self._kind_prefix = encode_part(kind)
         self.row_type: Callable[..., R] = row_type
         self.table: sa.Table = table
         self.name: str = table.name
@@ -386,10 +387,11 @@ class SealedTable(Generic[R]):
         """Return the context of *row*; *ids* are the app name, the user id and the session id, or
         as many of them as the record is bound to.
         """
-        parts: tuple[str | bytes, ...] = (self.kind, *ids[: self._id_count])
+        parts: tuple[str | bytes, ...] = tuple(ids[: self._id_count])
         if self._tag_at is not None:
             parts += (row[self._tag_at],)
-        return records.build_context(parts, *self.integers_of(row))
+        prefix = self._kind_prefix + records.context_prefix(parts)
+        return records.context_with_prefix(prefix, *self.integers_of(row))
 
 
 APPS = SealedTable("app", AppRow, apps, "version", ids=1)
