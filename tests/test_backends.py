@@ -302,16 +302,6 @@ def test_two_backends_of_one_id_are_rejected(others: list[EncryptionBackend]) ->
         check_backends(ThirdParty(), others)
 
 
-def test_one_backend_with_two_root_keys_is_accepted() -> None:
-    """As while one root key replaces another."""
-    old, new = AesGcmBackend(generate_key()), AesGcmBackend(generate_key())
-    assert check_backends(new, [old]).roots.keys() == {old.root_key.key_id, new.root_key.key_id}
-
-
-def test_one_root_key_for_two_backends_is_accepted() -> None:
-    assert len(check_backends(AesGcmBackend(KEY), [FernetBackend(KEY)]).roots) == 1
-
-
 def test_two_root_keys_of_one_name_are_rejected() -> None:
     backends = [AesGcmBackend(PassphraseKey(word)) for word in ("one", "another")]
     with pytest.raises(ConfigurationError, match="two different root keys are called 'passphrase'"):

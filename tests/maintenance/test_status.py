@@ -3,6 +3,7 @@
 import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
+from adk_secure_sessions.db.dialects import compile_for_sqlite
 from adk_secure_sessions.maintenance import Database, MigrationStatus, RecordCount, status
 from adk_secure_sessions.storage.writes import DeleteSession
 from tests.maintenance.support import APP, NEW, OLD, fill, plaintext_backend, query, run_sql
@@ -49,6 +50,9 @@ async def test_status_tells_of_plaintext_records(file_url: str) -> None:
     await fill(file_url, AES, others=[no_op], users=["eve"])
     async with Database(file_url, AES) as db:
         found = await status(db)
+        statements = compile_for_sqlite.cache_info().currsize
+        await status(db)
+        assert compile_for_sqlite.cache_info().currsize == statements, "none is made again"
     assert found.has_plaintext_records
     assert {one.root_key_id: one.is_unwrapped for one in found.master_keys} == {
         "none": False,

@@ -9,6 +9,7 @@ service may still name it.  After the next rotation, it is an older key, which `
 from collections import Counter
 from collections.abc import Container, Iterable
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -90,7 +91,7 @@ async def estimate_rows(db: Database, *tables: sa.Table) -> int:
     """
     total = 0
     for table in tables:
-        query = _SUM_OF_REVISIONS if table is events else select_count(table)
+        query = _SUM_OF_REVISIONS if table is events else _count_all(table)
         ((count,),) = await db.reader_for(table)(query, {})
         total += clamped(count)
     return total
@@ -98,7 +99,7 @@ async def estimate_rows(db: Database, *tables: sa.Table) -> int:
 
 async def count_items(db: Database) -> int:
     """Return the number of items of all collections, which is the sum of their revisions."""
-    ((items,),) = await db.runner.data_db.read(_SUM_OF_REVISIONS.where(IS_COLLECTION), {})
+    ((items,),) = await db.runner.data_db.read(_SUM_OF_ITEMS, {})
     return clamped(items)
 
 
@@ -212,10 +213,15 @@ async def data_keys_by_owner(db: Database, owners: set[object]) -> dict[object, 
 # If revisions were tampered with, their sum may exceed 64 bits, and SQLite raises an error for such
 # a sum of integers.  So multiply the revisions by 1.0.
 _SUM_OF_REVISIONS = sa.select(sa.func.sum(sessions.c.revision * sa.literal_column("1.0")))
+_SUM_OF_ITEMS = _SUM_OF_REVISIONS.where(IS_COLLECTION)
 
 
 def select_count(source: sa.FromClause, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(sa.func.count()).select_from(source).where(*where)
+
+
+# The executors cache each statement object, so do not make one for each run of a command.
+_count_all = cache(select_count)
 
 
 def _count_by_owner(table: SealedTable[Any]) -> sa.Select[Any]:
