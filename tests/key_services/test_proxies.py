@@ -221,6 +221,7 @@ class Metadata(ThreadingHTTPServer):
 
 
 class MetadataHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # in which connections stay open unless a client closes them
     server: Metadata
 
     def do_GET(self) -> None:
@@ -271,6 +272,8 @@ async def test_metadata_service_of_aws_is_asked_for_credentials_alone_and_withou
 
 ON_GOOGLE = """
 import asyncio
+import gc
+import socket
 import sys
 
 from adk_secure_sessions import GcpKmsKey
@@ -280,6 +283,8 @@ async def main():
     assert await key.unwrap(await key.wrap(bytes(32), b""), b"") == bytes(32)
 
 asyncio.run(main())
+sockets = [one for one in gc.get_objects() if type(one) is socket.socket]
+assert not [one for one in sockets if one.family == socket.AF_INET and one.fileno() >= 0]
 """
 
 

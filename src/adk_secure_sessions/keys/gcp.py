@@ -207,9 +207,14 @@ def _find_credentials(credentials: Any) -> Any:
             _check_plain_http(request.url)
             return super().send(request, *args, **options | {"proxies": {}})
 
+    class Closing(Request):
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            with self.session:  # a connection that stayed open would be shared by a forked process
+                return super().__call__(*args, **options)  # type: ignore[no-untyped-call]
+
     session = requests.Session()
     session.mount("http://", Direct())
-    send = Request(session)
+    send = Closing(session)
     inner = credentials or google.auth.default(scopes=_SCOPES, request=send)[0]
     with_scopes: Any = google.auth.credentials.with_scopes_if_required
     inner = with_scopes(inner, _SCOPES)
