@@ -64,9 +64,8 @@ _RETURNED = "adk_secure_sessions.returned"
 # Two options of a connection.  If one of them is 0, the application has disabled prepared
 # statements.
 _NO_CACHE = ("statement_cache_size", "prepared_statement_cache_size")
-# This list keeps the garbage collector from closing connections that must not be closed.  Closing a
-# connection of the parent process would break it for the parent.  Closing a connection of an event
-# loop that has ended raises an error.
+# This list keeps the garbage collector from closing connections of the parent process in a child,
+# which would break them for the parent.
 _abandoned: list[PoolProxiedConnection] = []
 
 
@@ -156,13 +155,16 @@ class AsyncpgExecutor(AsyncEngineExecutor):
             self._slots.release()
 
     def begin_call(self) -> bool:
+        pid = self._pid
         is_first = super().begin_call()
         if is_first:
-            _abandoned.extend(self._idle)
-            self._idle.clear()
+            if pid != self._pid:
+                _abandoned.extend(self._idle)
+                self._idle.clear()
+            _close_idle(self._idle, self._pid)  # their event loop was closed without `_end_of_loop`
             self._slots = self._new_slots()
             self._finalizer.detach()  # perhaps it has the id of the parent process
-            self._finalizer = weakref.finalize(self, _close_idle, self._idle, os.getpid())
+            self._finalizer = weakref.finalize(self, _close_idle, self._idle, self._pid)
         return is_first
 
     async def _release_all(self) -> None:
@@ -188,8 +190,8 @@ class AsyncpgExecutor(AsyncEngineExecutor):
                 translated_error = _translate_asyncpg(error, connection_lost=driver.is_closed())
                 is_lost = isinstance(translated_error, Disconnected)
                 usable = not (is_lost or statements.is_unusable)
-                # The network may have ended all connections that were idle, or new connections may
-                # lead to another server.
+                # The network may have ended all connections that were idle, which a time-out may
+                # show, too; or new connections may lead to another server.
                 if is_lost:
                     self._last_loss = time.monotonic()
                 while self._idle and not usable:
