@@ -302,6 +302,18 @@ async def test_executor_can_close_while_a_thread_of_another_ends(
 
 
 @on_file
+async def test_cancelled_close_forgets_the_file(numbers: SqliteExecutor) -> None:
+    blocker = asyncio.ensure_future(numbers.write(wait))
+    await asyncio.sleep(0.05)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(numbers.close(), 0.05)
+    await blocker
+    async with asyncio.timeout(5):
+        while numbers._file.opened:
+            await asyncio.sleep(0.01)
+
+
+@on_file
 async def test_reader_cannot_write(numbers: SqliteExecutor) -> None:
     await numbers.write(partial(add, 1))
     with pytest.raises(DatabaseError, match="readonly"):

@@ -239,8 +239,10 @@ class SqliteExecutor:
             if os.getpid() != self._pid:
                 self._forget_parent()
             threads = self._detach_threads()
-        if threads:
-            await asyncio.to_thread(_stop, threads)
+        await asyncio.to_thread(self._close, threads)  # to its end, also if the caller is cancelled
+
+    def _close(self, threads: "list[WorkerThread]") -> None:
+        _stop(threads)
         self._engine.dispose()
         with _lock.lock:
             # A copy, because threads that end remove themselves, without the lock.
