@@ -1,4 +1,4 @@
-"""Caches of limited size that remove the least recently used entry."""
+"""The sizes of a service's caches, and a cache that removes the least recently used entry."""
 
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The exceptions of this library: one class for each case that a caller handles differently.
 
 A message names tables, primary keys of rows and key ids, and says what to do next.  Programs read
-the same facts from the attributes of the error.  No message contains plaintext, ciphertext, keys,
-user ids or session ids.
+the same facts from the attributes of the error.  No message contains ciphertext, keys, user ids,
+session ids or stored plaintext.  Errors of the search index name the state key that was passed.
 """
 
 import re

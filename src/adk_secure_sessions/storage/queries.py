@@ -64,7 +64,8 @@ class QueryVariants(NamedTuple):
 
     without_keys: sa.CompoundSelect[Any]
     with_keys: sa.CompoundSelect[Any]
-    reads_snapshots: bool = True  # or the query reads no sessions
+    # Whether the query reads the snapshots of the sessions that it reads, also if it reads none.
+    reads_snapshots: bool = True
 
 
 _app_tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
