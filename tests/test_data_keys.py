@@ -56,7 +56,7 @@ def made(database_keys: DatabaseKeys, number: int, owner_tag: bytes = ADA) -> li
 def read(
     database_keys: DatabaseKeys, rows: Collection[DataKeyRow], *, created: Collection[int] = ()
 ) -> TransactionKeys:
-    staged = TransactionKeys(database_keys, key_ids_of_earlier_attempts=created)
+    staged = TransactionKeys(database_keys, stored_key_ids=created)
     staged.unwrap(rows, fingerprints(database_keys.keyring))
     return staged
 

@@ -337,7 +337,7 @@ def audited_access(
     return decorate
 
 
-_MAX_ID = 1024  # characters: the call rejects longer ids, and the rest is not recorded
+_MAX_ID_CHARACTERS = 1024  # the call rejects longer ids, and the rest is not recorded
 _IS_OFF = (
     "the service has audit=, but no access is recorded: switch the logger "
     "adk_secure_sessions.audit on with setLevel(logging.INFO)"
@@ -359,7 +359,7 @@ def _ids_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
     ids = get("app_name"), get("user_id"), get("session_id")
     if session is not None:
         ids = session.app_name, session.user_id, session.id
-    app_name, user_id, session_id = (str(one or "")[:_MAX_ID] for one in ids)
+    app_name, user_id, session_id = (str(one or "")[:_MAX_ID_CHARACTERS] for one in ids)
     return app_name, user_id, session_id
 
 

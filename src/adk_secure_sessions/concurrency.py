@@ -131,11 +131,11 @@ async def gather_all(*awaitables: Awaitable[T]) -> list[T]:
     return cast("list[T]", answers)
 
 
-async def in_groups(number: int, work: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
-    """Return `await work(item)` for each of *items*, of which *number* run at the same time."""
+async def in_groups(size: int, work: Callable[[S], Awaitable[T]], items: Iterable[S]) -> list[T]:
+    """Return `await work(item)` for each of *items*, of which *size* run at the same time."""
     remaining, results = list(items), list[T]()
-    for start in range(0, len(remaining), number):
-        results += await gather_all(*map(work, remaining[start : start + number]))
+    for start in range(0, len(remaining), size):
+        results += await gather_all(*map(work, remaining[start : start + size]))
     return results
 
 

@@ -98,7 +98,7 @@ class BlobDecryptor(HoldsSecrets):
         number, unread = self._start // CHUNK_LENGTH, self.end - self.first
         length = SEALED_LENGTH if number else len(HEADER) + SEALED_LENGTH
         async for sealed in regrouped(pieces, SEALED_LENGTH, length):
-            check_size(len(sealed), min(length, unread))
+            require_blob_length(len(sealed), min(length, unread))
             unread -= len(sealed)
             if number == 0:
                 _check_header(bytes(sealed[: len(HEADER)]))
@@ -112,14 +112,14 @@ class BlobDecryptor(HoldsSecrets):
             at = number * CHUNK_LENGTH
             yield plaintext[max(0, self._start - at) : self._stop - at]
             number, length = number + 1, SEALED_LENGTH
-        check_size(unread, 0)
+        require_blob_length(unread, 0)
 
 
 def _nonce(number: int, is_last: bool) -> bytes:
     return number.to_bytes(11, "big") + bytes([is_last])
 
 
-def check_size(found: int, expected: int) -> None:
+def require_blob_length(found: int, expected: int) -> None:
     if found != expected:
         raise TamperedError(
             "a blob does not have the length that it was written with", Reason.MISMATCH

@@ -203,11 +203,11 @@ def _dumped_value(value: Any) -> Any:
     return value
 
 
-def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Event:
+def decode(plaintext: bytes, *primary_key: object, table: str = "secure_events") -> Event:
     """Return the event in *plaintext*, authenticated bytes that `encode` returned.
 
     ConfigurationError, if the installed google-adk cannot read it, names the event's *table*, its
-    *row* and both versions of google-adk.
+    *primary_key* and both versions of google-adk.
     """
     is_ours = plaintext[:_PREFIX_LENGTH] == _PREFIX
     if start := _PREFIX_LENGTH if is_ours else json_text.version_end(plaintext):
@@ -215,7 +215,7 @@ def decode(plaintext: bytes, *row: object, table: str = "secure_events") -> Even
             return _parser()(plaintext[start:])
         except ValueError:
             pass
-    named = ", ".join(map(str, row))
+    named = ", ".join(map(str, primary_key))
     try:
         writer, fields = json_text.read_event(plaintext)
     except DecryptionError as error:

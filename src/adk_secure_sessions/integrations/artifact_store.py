@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from adk_secure_sessions.errors import ArtifactStoreError, ConfigurationError, TamperedError
-from adk_secure_sessions.formats.blobs import check_size
+from adk_secure_sessions.formats.blobs import require_blob_length
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 from adk_secure_sessions.integrations.blob_directory import BlobDirectory, make_directory
 from adk_secure_sessions.integrations.blob_store import (
@@ -258,7 +258,7 @@ class _Bucket(BlobStore):
             answer = await self._obstore.get_async(self._store, path, options=options)
             # Check the size before reading the content: an attacker may have replaced the object by
             # a very large one.
-            check_size(answer.meta["size"], size)
+            require_blob_length(answer.meta["size"], size)
             return await answer.bytes_async()
 
         missing = missing_blob_error("store")
@@ -269,7 +269,7 @@ class _Bucket(BlobStore):
             # error that does not name the cause.
             if not whole:
                 head = partial(self._obstore.head_async, self._store, path)
-                check_size((await self._call(head, missing))["size"], size)
+                require_blob_length((await self._call(head, missing))["size"], size)
             raise
 
     async def delete(self, name: str) -> None:

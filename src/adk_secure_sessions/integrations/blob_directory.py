@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import await_to_end
 from adk_secure_sessions.errors import ArtifactStoreError, Reason, TamperedError
-from adk_secure_sessions.formats.blobs import check_size
+from adk_secure_sessions.formats.blobs import require_blob_length
 from adk_secure_sessions.integrations.blob_store import (
     BLOB_ID,
     MARKS,
@@ -135,7 +135,7 @@ class BlobDirectory(BlobStore):
             ):
                 status = os.fstat(file.fileno())
                 if stat.S_ISREG(status.st_mode):
-                    check_size(status.st_size, size)
+                    require_blob_length(status.st_size, size)
                     file.seek(start)
                     return file.read(stop - start)
         except OSError as error:

@@ -158,7 +158,7 @@ class TransactionKeys:
     uses_cache: bool = True
     # The ids of data keys that earlier attempts of this operation have stored in a key database.
     # The owners' rows do not name these data keys yet.
-    key_ids_of_earlier_attempts: Collection[int] = ()
+    stored_key_ids: Collection[int] = ()
     packing: Packing = Packing()
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class TransactionKeys:
             return  # the usual case: an earlier call has chosen it
         usable = [key for key in keys.by_id.values() if key and self._is_usable(key)]
         named = [key for key in usable if key.id in key_ids]
-        candidates = named or [key for key in usable if key.id in self.key_ids_of_earlier_attempts]
+        candidates = named or [key for key in usable if key.id in self.stored_key_ids]
         current = max(candidates, key=lambda key: key.generation, default=None)
         self._by_owner[owner_tag] = OwnerKeys(keys.by_id, current, keys.newest_generation)
 

@@ -291,9 +291,9 @@ class DataRotationRun(RotationRun[DataRotation]):
         )
         self.result.created_data_keys += renewed.created
         self.result.reencrypted += 2 * renewed.changed  # the owner's row and its version witness
-        if renewed.orphaned:
+        if renewed.orphaned_key_ids:
             # The owner was erased after the key was stored in the key database: delete the key.
-            query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned))
+            query = sa.delete(data_keys).where(data_keys.c.id.in_(renewed.orphaned_key_ids))
             await self._db.runner.key_db.run_sync(
                 lambda connection: connection.execute(query).close()
             )

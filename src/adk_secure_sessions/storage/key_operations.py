@@ -135,13 +135,13 @@ class RenewedKey(NamedTuple):
     """Whether `RenewKey` has created a data key, and whether it has changed the owner's row and
     version witness; both are then encrypted with the data key that encrypts new records.
 
-    *orphaned* are the ids of data keys that it has stored in the key database, although the owner
-    has no row any more.
+    *orphaned_key_ids* are the ids of data keys that it has stored in the key database, although the
+    owner has no row any more.
     """
 
     created: bool = False
     changed: bool = False
-    orphaned: Collection[int] = ()
+    orphaned_key_ids: Collection[int] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -160,10 +160,10 @@ class RenewKey(Write[RenewedKey]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[RenewedKey]:
         rows = yield from read_rows(attempt, sql.OWNERS)
-        keys, stored = attempt.keys, attempt.keys.key_ids_of_earlier_attempts
+        keys, stored = attempt.keys, attempt.keys.stored_key_ids
         owner = _open_owner(attempt, rows, of_user=self.of_user)
         if owner is None:
-            return RenewedKey(orphaned=stored)
+            return RenewedKey(orphaned_key_ids=stored)
         # A rotation does not have the options of the services, so it packs the row as it was.
         row = owner.row
         context = sealed_rows.table_of(row).context(attempt.identity.ids, row)

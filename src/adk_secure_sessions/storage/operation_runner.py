@@ -91,7 +91,7 @@ class KeySearch:
     # The source of this attempt, then those to try if the attempt lacks a data key.
     sources: Sequence[KeySource] = (KeySource.QUERY,)
     rereads: int = 0  # of the keyring
-    new_key_ids: tuple[int, ...] = ()  # of data keys stored in the key database
+    stored_key_ids: tuple[int, ...] = ()  # of data keys stored in the key database
     unconfirmed_keys: tuple[DataKeyRow, ...] = ()  # sent by attempts that perhaps were committed
 
     def needs_keyring(self, keys: TransactionKeys) -> bool:
@@ -377,7 +377,7 @@ class OperationRunner:
                 database_keys,
                 keyring_was_reread=key_search.rereads > 0,
                 uses_cache=source is KeySource.CACHE,
-                key_ids_of_earlier_attempts=key_search.new_key_ids,
+                stored_key_ids=key_search.stored_key_ids,
                 packing=self.packing,
             )
             attempt = Attempt(
@@ -432,13 +432,13 @@ class OperationRunner:
         """
         key_search, keys = attempt.key_search, attempt.keys
         if isinstance(error, NeedsDataKey):
-            if len(key_search.new_key_ids) == _NEW_KEYS:
+            if len(key_search.stored_key_ids) == _NEW_KEYS:
                 raise SecureSessionError(
                     f"{_NEW_KEYS} new data keys were created, and another one is needed: try again",
                     retryable=True,
                 ) from None
             row = await self._store_data_key(keys, error)
-            key_search.new_key_ids += (row.id,)
+            key_search.stored_key_ids += (row.id,)
             telemetry.count_retry("new_key")
         elif isinstance(error, StaleKeyring) or key_search.needs_keyring(keys):
             await self.reread_keyring(database_keys, keys.keyring)

@@ -556,8 +556,8 @@ LOCK_USER = _lock(users, _user_tag)
 # Long imports do not lock the app: they would wait for each other.
 LOCKS_WITHOUT_APP: Sequence[sa.Executable] = (LOCK_SESSION, LOCK_USER)
 # For transactions that do not change the row which they lock.
-HOLD_SESSION = LOCK_SESSION.execution_options(claim=CLAIM_SESSION)
-HOLD_USER = LOCK_USER.execution_options(claim=CLAIM_USER)
+LOCK_AND_CLAIM_SESSION = LOCK_SESSION.execution_options(claim=CLAIM_SESSION)
+LOCK_AND_CLAIM_USER = LOCK_USER.execution_options(claim=CLAIM_USER)
 
 _AT_ID: sa.BindParameter[int] = sa.bindparam("at_id")
 

@@ -182,7 +182,7 @@ _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _TYPES: dict[object, sa.types.TypeEngine[Any]] = {int: sa.BigInteger(), bytes: _RECORD}
 
 
-def _table_of(
+def _define_table(
     name: str,
     row_type: Any,
     *items: sa.Constraint | sa.Index,
@@ -216,17 +216,17 @@ meta_table: sa.Table = sa.Table(
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Column("value", sa.String(255), nullable=False),
 )
-keyring: sa.Table = _table_of(
+keyring: sa.Table = _define_table(
     "secure_keyring", MasterKeyRow, id=_ID, purpose=sa.String(16), root_key_id=sa.String(255)
 )
-data_keys: sa.Table = _table_of(
+data_keys: sa.Table = _define_table(
     "secure_data_keys",
     DataKeyRow,
     sa.UniqueConstraint("owner", "generation", name="secure_data_keys_owner"),
     id=_ID,
     owner=_TAG,
 )
-apps: sa.Table = _table_of(
+apps: sa.Table = _define_table(
     "secure_apps",
     AppRow,
     sa.UniqueConstraint("tag"),
@@ -234,7 +234,7 @@ apps: sa.Table = _table_of(
     tag=_TAG,
     app_name=sa.LargeBinary(),  # as UTF-8: any text, without collation
 )
-users: sa.Table = _table_of(
+users: sa.Table = _define_table(
     "secure_users",
     UserRow,
     sa.UniqueConstraint("tag"),
@@ -243,8 +243,8 @@ users: sa.Table = _table_of(
     id=_ID,
     tag=_TAG,
 )
-witnesses: sa.Table = _table_of("secure_witnesses", WitnessRow, tag=_TAG)
-sessions: sa.Table = _table_of(
+witnesses: sa.Table = _define_table("secure_witnesses", WitnessRow, tag=_TAG)
+sessions: sa.Table = _define_table(
     "secure_sessions",
     SessionRow,
     sa.UniqueConstraint("tag"),
@@ -255,25 +255,25 @@ sessions: sa.Table = _table_of(
 IS_COLLECTION: sa.ColumnElement[bool] = sessions.c.base_revision == sa.literal_column(
     str(COLLECTION)
 )
-snapshots: sa.Table = _table_of("secure_bases", SnapshotRow, session_row=_ID)
+snapshots: sa.Table = _define_table("secure_bases", SnapshotRow, session_row=_ID)
 # SQLite stores the rows in the order of the key, so that the events of a session are on the same
 # pages: read from disk, 1000 events of one of 60 sessions take 13 ms instead of 67.  With rowids,
 # an append would take 8% less time (24% with 5 KB), and events of 3 to 5 KB half the space.
-events: sa.Table = _table_of("secure_events", EventRow, key_columns=2, session_row=_ID)
+events: sa.Table = _define_table("secure_events", EventRow, key_columns=2, session_row=_ID)
 
 # The tables of features (see `feature_list`).  They are created when the feature is added, so a
 # database without the feature need not have them.
 feature_metadata: sa.MetaData = sa.MetaData()
 
-migrated: sa.Table = _table_of(
+migrated: sa.Table = _define_table(
     "secure_migrated", MigratedRow, of=feature_metadata, tag=_TAG, source=_TAG, seal=_TAG
 )
-audit_records: sa.Table = _table_of(
+audit_records: sa.Table = _define_table(
     "secure_audit", AuditRow, of=feature_metadata, key_columns=2, chain=_TAG
 )
 # The values of `row_id` are the ids of sessions; -1 - id for the id of a user, so that a user and a
 # session never have the same value; and INDEX_MARK.
-state_index: sa.Table = _table_of(
+state_index: sa.Table = _define_table(
     "secure_state_index",
     StateIndexRow,
     sa.Index("ix_secure_state_index_value_tag", "value_tag"),

@@ -51,14 +51,14 @@ async def pages(
     query: sa.Select[Any],
     key: KeyColumns,
     size: int,
-    row: Callable[..., R],
+    make_row: Callable[..., R],
     **parameters: object,
 ) -> AsyncIterator[list[R]]:
     """Yield the rows of *query* in the order of a unique key, *size* rows at a time.
 
     Rows that are inserted or deleted meanwhile do not disturb the walk.  *query* selects the
     columns of the key first.  It must be a constant or cached, because each form of it is kept.
-    *row* is called with the columns of each row.
+    *make_row* is called with the columns of each row.
     """
     columns = key if isinstance(key, tuple) else (key,)
     after: Sequence[object] | None = None
@@ -67,7 +67,7 @@ async def pages(
         statement = _page(query, columns, size, after is not None)
         rows = await read(statement, {**parameters, **position})
         if rows:
-            yield [row(*values) for values in rows]
+            yield [make_row(*values) for values in rows]
         if len(rows) < size:
             return
         after = _last_key(rows, columns)

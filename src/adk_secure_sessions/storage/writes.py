@@ -118,7 +118,7 @@ class OwnerChanges:
         identity = self._attempt.identity
         row = UserRow(0, app_row_id, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
-        entries = index_rows.entries(self._attempt, USER_PREFIX, delta)
+        entries = index_rows.value_tags_of(self._attempt, USER_PREFIX, delta)
         row_id = index_rows.index_row_id(user.row.id)
         self.changes += index_rows.new_row_changes(row_id, entries)
         return user
@@ -147,8 +147,8 @@ class OwnerChanges:
 
     def _update_search_index(self, user: Owner, state: JsonObject, replaced: JsonObject) -> None:
         """Add the index rows of *state*, and remove those of keys that only *replaced* has."""
-        new = index_rows.entries(self._attempt, USER_PREFIX, state)
-        old = index_rows.entries(self._attempt, USER_PREFIX, replaced)
+        new = index_rows.value_tags_of(self._attempt, USER_PREFIX, state)
+        old = index_rows.value_tags_of(self._attempt, USER_PREFIX, replaced)
         row_id = index_rows.index_row_id(user.row.id)
         self.changes += index_rows.update_changes(row_id, new, old.keys() - new.keys())
 
@@ -227,8 +227,8 @@ class OwnerChanges:
         if keys.current_is_as_new_as(owner_tag, *changed_records):
             return
         self._require_fresh_keys()
-        if keys.key_ids_of_earlier_attempts:
-            keys.choose_current(owner_tag, keys.key_ids_of_earlier_attempts)
+        if keys.stored_key_ids:
+            keys.choose_current(owner_tag, keys.stored_key_ids)
             if keys.current_is_as_new_as(owner_tag, *changed_records):
                 return
         for record in changed_records:
@@ -381,7 +381,7 @@ class NewSession(NamedTuple):
             )
             inserts.append(snapshot_change(attempt, session, NO_SNAPSHOT))
         if attempt.keys.keyring.indexed_key_tags:
-            entries = index_rows.entries(attempt, "", load_state(state))
+            entries = index_rows.value_tags_of(attempt, "", load_state(state))
             inserts += index_rows.new_row_changes(session.row.id, entries)
         witness = sealed_rows.seal_witness(
             attempt, attempt.identity.user_tag, session.row.tag, session.row.id
@@ -506,7 +506,7 @@ class AppendEvent(Write[StoredSession]):
         values.update(zip(sql.CHANGED_BY_APPEND, sql.values_after_append(new.row), strict=True))
         changes.insert(0, Change(sql.UPDATE_SESSION, values))
         if event.session_delta and attempt.keys.keyring.indexed_key_tags:
-            value_tags = index_rows.entries(attempt, "", event.session_delta)
+            value_tags = index_rows.value_tags_of(attempt, "", event.session_delta)
             changes += index_rows.update_changes(old.id, value_tags)
         (event_row,) = sealed_rows.seal_events(
             attempt, old.id, seq, [(event.plaintext, event.time)], [link], session.last_link

@@ -104,7 +104,7 @@ class _Chain(HoldsSecrets):
 
 
 @dataclass
-class _Draft:
+class _PendingRecords:
     """The rows that a transaction adds to a chain.
 
     *is_in_doubt* is whether the rows were sent, and the transaction may have been committed.
@@ -227,27 +227,29 @@ class AuditTrail(HoldsSecrets):
         The other arguments and the errors are those of `Executor.write`.
         """
         chain = self._take_chain(await self._runner.keyring())
-        draft, head = _Draft(), chain.head
+        pending, head = _PendingRecords(), chain.head
 
         def committed() -> None:
-            if draft.is_applied:
-                chain.head, draft.is_in_doubt = head, False
+            if pending.is_applied:
+                chain.head, pending.is_in_doubt = head, False
             if on_commit is not None:
-                on_commit(draft.is_applied)
+                on_commit(pending.is_applied)
 
         try:
-            draft.rows, head = chain.seal(entries)  # ValueError: a record is too long
+            pending.rows, head = chain.seal(entries)  # ValueError: a record is too long
             result = await self.executor.write(
-                partial(draft.steps, transaction), committed, in_one_transaction=in_one_transaction
+                partial(pending.steps, transaction),
+                committed,
+                in_one_transaction=in_one_transaction,
             )
-            return result, draft.is_applied
+            return result, pending.is_applied
         except Conflict:
-            draft.is_in_doubt = False  # the transaction was rolled back
+            pending.is_in_doubt = False  # the transaction was rolled back
             raise
         finally:
             # After a UniqueViolation, too, the chain is not used again: if somebody has inserted
             # rows into the chain, each attempt would fail.
-            if draft.is_in_doubt:
+            if pending.is_in_doubt:
                 _log_head(chain)
             else:
                 self._return_chain(chain)

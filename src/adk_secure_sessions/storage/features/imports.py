@@ -209,7 +209,7 @@ class _Import(Write[T]):
     def _is_unchanged(self, row: MigratedRow) -> bool:
         return hmac.compare_digest(row.source, self.source)
 
-    def _final_status(
+    def _checked_status(
         self, status: ImportStatus, stored: StoredSession | Owner | None, row: MigratedRow
     ) -> ImportStatus:
         """Return *status*, which an import has without `replace` as a conflict if it is outdated.
@@ -269,7 +269,7 @@ class ImportSession(_Import[ImportStatus]):
         if row:
             copy = CheckedMigratedRow(row, session and session.id_and_revision, self.macs)
             status = copy.status(is_unchanged=self._is_unchanged(row))
-            status = self._final_status(status, session, row)
+            status = self._checked_status(status, session, row)
             if status.is_due and session and user:
                 yield from self._replace_session(attempt, owner_changes, user, session, row)
             return status
@@ -375,7 +375,7 @@ class ImportOwnerState(_Import[ImportStatus]):
             # Therefore, the states are compared and not the versions.
             is_untouched = hmac.compare_digest(row.source, self._source_of(owner))
             status = _STATUS[self._is_unchanged(row), is_untouched]
-            status = self._final_status(status, owner, row)
+            status = self._checked_status(status, owner, row)
             if not status.is_due:
                 return status
         elif owner and owner.state != b"{}" and self._source_of(owner) != self.source:

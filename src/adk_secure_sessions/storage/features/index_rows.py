@@ -154,7 +154,7 @@ def _put_mark(mark: StateIndexRow, connection: sa.Connection) -> None:
 # --- Rows -----------------------------------------------------------------------------------------
 
 
-def entries(
+def value_tags_of(
     attempt: Attempt, prefix: str, state: JsonObject, key_tags: Container[bytes] | None = None
 ) -> Entries:
     """Return the tags of the indexed keys in *state*, and the tags of their values.

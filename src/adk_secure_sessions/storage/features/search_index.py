@@ -198,7 +198,7 @@ class CorrectIndexRows(Write[int]):
             return 0
         row_id, differences = compared
         # The row is locked already: on a cluster, this also claims it.
-        claim = sql.HOLD_USER if self.of_user else sql.HOLD_SESSION
+        claim = sql.LOCK_AND_CLAIM_USER if self.of_user else sql.LOCK_AND_CLAIM_SESSION
         yield Read(claim, attempt.identity.tag_parameters())
         yield from apply_or_conflict(differences.changes(row_id))
         return differences.total
@@ -212,7 +212,7 @@ def _differences(
         if user is None:
             return None
         row_id = index_rows.index_row_id(user.row.id)
-        expected = index_rows.entries(attempt, USER_PREFIX, load_state(user.state), key_tags)
+        expected = index_rows.value_tags_of(attempt, USER_PREFIX, load_state(user.state), key_tags)
     else:
         session = sealed_rows.open_session(attempt, rows, user)
         if session is None:
@@ -220,5 +220,5 @@ def _differences(
         row_id = session.row.id
         assert session.snapshot is not None, "the query reads snapshots"
         state = load_state(session.snapshot) | load_state(session.overlay)
-        expected = index_rows.entries(attempt, "", state, key_tags)
+        expected = index_rows.value_tags_of(attempt, "", state, key_tags)
     return row_id, Differences.between(rows.index_rows, expected, frozenset(key_tags))
