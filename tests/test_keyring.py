@@ -371,11 +371,6 @@ async def test_master_keys_are_random() -> None:
     assert {len(key) for key in keys} == {32}
 
 
-def test_digests_of_master_keys_are_equal_if_their_bytes_are() -> None:
-    assert UnwrappedMaster(b"one").digest() == UnwrappedMaster(b"one").digest()
-    assert UnwrappedMaster(b"one").digest() != UnwrappedMaster(b"two").digest()
-
-
 async def test_wrapped_key_of_more_than_64_kib_is_not_stored() -> None:
     """Another process would not read it."""
     row, _ = await new_master(DATA_MASTER, KeyService(bytes(65_536)), DATABASE, 0)
@@ -572,10 +567,7 @@ async def test_running_service_takes_up_rows_under_a_new_root_key() -> None:
     rows = await made(ROOT, ROOT)
     known = await opened(rows, ROOT, OTHER)
     roots = {ROOT.key_id: ROOT}
-    moved = []
-    for row in rows:
-        key = await unwrap_master_key(row, roots, DATABASE)
-        moved.append(await wrap_master_key(row, OTHER, DATABASE, key))
+    moved = [await rewrap_master_key(row, roots, DATABASE, new_root=OTHER) for row in rows]
     again = await renewed(moved, known, ROOT, OTHER)
     assert again.is_current(fingerprints_of(moved))
     assert again.wrapping_master_id == rows[2].id
