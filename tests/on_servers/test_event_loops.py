@@ -82,19 +82,6 @@ def test_each_loop_has_connections_of_its_own_and_closes_them_at_its_end(
     assert len(session.events) == 12
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_loops_that_are_closed_without_their_last_steps_leave_no_connections(
-    url: URL, server: Server
-) -> None:
-    service, session = by_url(url), None
-    for _ in range(3):
-        loop = asyncio.new_event_loop()
-        session = loop.run_until_complete(go_on(service, session))
-        loop.close()  # without `shutdown_asyncgens`, which `asyncio.run` calls
-    asyncio.run(service.close())
-    assert all_gone(server, url)
-
-
 def test_loop_that_ends_with_an_error_or_with_tasks_closes_its_connections_too(
     url: URL, server: Server, no_resource_is_left: Callable[[], None]
 ) -> None:
@@ -146,6 +133,7 @@ def test_service_with_an_engine_is_closed_after_its_loop_was_closed(url: URL) ->
     asyncio.run(service.close())
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
     url: URL, server: Server, no_resource_is_left: Callable[[], None]
 ) -> None:
@@ -158,7 +146,11 @@ def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
     for _ in range(3):
         session = asyncio.run(go_on_and_close())
         assert all_gone(server, url)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(go_on(service, session))
+    loop.close()  # without `shutdown_asyncgens`, which `asyncio.run` calls
     asyncio.run(service.close())  # in a loop that never used it
+    assert all_gone(server, url)
     asyncio.run(service.close())
     no_resource_is_left()
 
