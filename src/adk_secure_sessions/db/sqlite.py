@@ -20,6 +20,7 @@ import asyncio
 import logging
 import os
 import sqlite3
+import sys
 import threading
 import time
 import weakref
@@ -755,12 +756,13 @@ class LoopWaker:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._jobs: deque[Job] = deque()
         self._eventfd: int | None = None
-        try:
-            self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            # In an empty context: the event loop would keep the context of the first caller.
-            Context().run(loop.add_reader, self._eventfd, self._wake_tasks)
-        except (AttributeError, NotImplementedError, OSError):
-            self._close()  # the loop cannot watch files, or the process may open no more of them
+        if sys.platform == "linux":
+            try:
+                self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                # In an empty context: the event loop would keep the context of the first caller.
+                Context().run(loop.add_reader, self._eventfd, self._wake_tasks)
+            except (NotImplementedError, OSError):
+                self._close()  # the loop cannot watch files, or the process may open no more
 
     def __del__(self) -> None:
         self._close()
@@ -773,7 +775,7 @@ class LoopWaker:
     def wake(self, jobs: list[Job]) -> None:
         """Let the event loop run the tasks that await *jobs*; any thread may call this."""
         self._jobs.extend(jobs)
-        if self._eventfd is not None:
+        if sys.platform == "linux" and self._eventfd is not None:
             os.eventfd_write(self._eventfd, 1)
             return
         try:
@@ -783,9 +785,11 @@ class LoopWaker:
 
     def _wake_tasks(self) -> None:
         try:
-            if self._eventfd is not None:
-                with suppress(BlockingIOError):  # an earlier call has handled this
+            if sys.platform == "linux" and self._eventfd is not None:
+                try:  # `suppress` takes as long as the read
                     os.eventfd_read(self._eventfd)
+                except BlockingIOError:
+                    pass  # an earlier call has handled this
             for _ in range(len(self._jobs)):
                 self._jobs.popleft().wake()
         except BaseException:  # Ctrl-C, for example, has interrupted this method or the task
