@@ -230,8 +230,10 @@ class Database(HoldsSecrets, ClosedByWith):
 
     async def close(self) -> None:
         """Close the connections and remove the keys from memory."""
-        self.trail.close()
-        await self.runner.close()
+        try:
+            await self.runner.close()
+        finally:
+            self.trail.close()  # also log the heads of the writes that just ended
 
     async def _record_command(self, keyring: Keyring) -> None:
         command = running_command()
