@@ -120,9 +120,9 @@ async def export_lines(
 ) -> Export:
     """Decrypt all sessions, and write one line of JSON for each session.
 
-    A user who has a state, but no session that can be exported, has a line without a session id.
-    An app with a state that no other line contains has a line without a user id.  Otherwise, these
-    states would be lost.  Expired sessions, artifacts and memory are not exported.
+    A user with a state, but without a session that can be exported, has a line without a session
+    id.  An app with a state that no other line contains has a line without a user id.  Otherwise,
+    these states would be lost.  Expired sessions, artifacts and memory are not exported.
 
     Args:
         write: Called with each line, in UTF-8 and with the line feed.
