@@ -323,7 +323,7 @@ def fork_while_a_thread_reads(say: Say, url: str) -> None:
 def close_in_a_fork_during_an_operation(say: Say, url: str) -> None:
     """The child neither waits for the parent's task nor closes the parent's connections."""
     service = open_service(url)
-    executor: Any = service._runner.executors.data_db
+    executor: Any = service._runner.executors.data
 
     async def begin() -> "asyncio.Task[int]":
         writing = asyncio.ensure_future(append_to(service, "parent", 3))
@@ -380,7 +380,7 @@ def collect_the_service_in_a_fork(say: Say, url: str) -> None:
         nonlocal service
         assert service is not None
         asyncio.new_event_loop().run_until_complete(append_to(service, "s"))
-        executor: Any = service._runner.executors.data_db
+        executor: Any = service._runner.executors.data
         drivers = [pooled.driver_connection for pooled in executor._idle]
         service = executor = None
         gc.collect()

@@ -39,7 +39,7 @@ def url(request: pytest.FixtureRequest, kind: Kind, tmp_path: Path) -> Iterator[
 @pytest.fixture
 async def executor(kind: Kind, url: sa.URL) -> AsyncIterator[Executor]:
     engine = create_async_engine(url) if kind.by_engine else None
-    executor = executors_for(None if engine else url, engine).data_db
+    executor = executors_for(None if engine else url, engine).data
     await executor.run_sync(things.metadata.create_all)
     yield executor
     await executor.close()

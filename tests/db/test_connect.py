@@ -48,14 +48,14 @@ def engine() -> AsyncEngine:
 )
 def test_url_leads_to_its_kind_of_executor(url: Any, kind: type) -> None:
     found = executors(url)
-    assert type(found.data_db) is kind
-    assert found.key_db is found.data_db
+    assert type(found.data) is kind
+    assert found.keys is found.data
 
 
 def test_engine_leads_to_its_kind_of_executor(engine: AsyncEngine) -> None:
-    assert type(executors(engine=engine).data_db) is AsyncEngineExecutor
+    assert type(executors(engine=engine).data) is AsyncEngineExecutor
     by_asyncpg = create_async_engine("postgresql+asyncpg://u:p@h/d")
-    assert type(executors(engine=by_asyncpg).data_db) is AsyncpgExecutor
+    assert type(executors(engine=by_asyncpg).data) is AsyncpgExecutor
 
 
 def test_key_database_has_an_executor_of_its_own(engine: AsyncEngine) -> None:
@@ -185,14 +185,14 @@ def test_driver_that_is_missing_is_named_with_what_to_install(
     ],
 )
 def test_url_without_a_driver_uses_the_async_driver_of_our_extra(url: str, driver: str) -> None:
-    assert engine_of(executors(url).data_db).dialect.driver == driver
+    assert engine_of(executors(url).data).dialect.driver == driver
 
 
 def test_url_without_a_driver_uses_psycopg_if_asyncpg_is_missing(
     without: Callable[..., None],
 ) -> None:
     without("asyncpg")
-    assert engine_of(executors("postgresql://u:p@h/d").data_db).dialect.driver == "psycopg"
+    assert engine_of(executors("postgresql://u:p@h/d").data).dialect.driver == "psycopg"
 
 
 def engine_of(executor: Executor) -> AsyncEngine:

@@ -123,7 +123,7 @@ async def test_reader_of_the_log_prevents_clearing_and_does_not_prevent_erasing(
             assert present(path, values) == len(values)
         assert (await erase_user(db, APP, "ada")).cleared
         assert present(path, values) == 0
-        timeout = await db.runner.executors.data_db.run_sync(
+        timeout = await db.runner.executors.data.run_sync(
             lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout").scalar(),
             commit=False,
         )
@@ -177,7 +177,7 @@ async def test_server_keeps_bytes_in_the_table_until_it_is_rewritten(
             logs = {name for name in files_with(server, wrapped) if len(name) == 24}
             assert files_with(server, wrapped) - logs <= {"ib_logfile0"}
             if kind == "postgresql":
-                timeout = await db.runner.executors.data_db.run_sync(
+                timeout = await db.runner.executors.data.run_sync(
                     lambda connection: connection.exec_driver_sql("SHOW lock_timeout").scalar(),
                     commit=False,
                 )

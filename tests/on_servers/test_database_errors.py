@@ -227,7 +227,7 @@ async def test_connection_that_is_lost_while_tables_are_created_is_a_lost_connec
     async with open_service(name, url) as service:
         await begin(service)
         with pytest.raises(Disconnected):
-            await service._runner.executors.data_db.run_sync(create)
+            await service._runner.executors.data.run_sync(create)
 
 
 @pytest.mark.usefixtures("without_pauses")

@@ -278,7 +278,7 @@ async def test_held_data_key_that_another_node_deletes_is_a_conflict(cluster: Cl
     await cluster.wait_for_all()
     near = cluster.galera.nodes[0].admin
     table = f"{cluster.urls[0].database}.secure_data_keys"
-    executor = executors_for(cluster.urls[1]).data_db
+    executor = executors_for(cluster.urls[1]).data
     (key_id, before), *_ = await executor.read(sa.text(f"SELECT id, created_at FROM {table}"), {})
     held = {"at_id": key_id, "generation": 0}
 

@@ -113,7 +113,7 @@ async def test_direct_connection_keeps_its_prepared_statements(postgresql: Postg
     query = sa.text("SELECT statement FROM pg_prepared_statements WHERE statement LIKE '%LIKE%'")
     with postgresql.database() as url:
         url = url.set(drivername="postgresql+asyncpg")
-        executor = executors_for(url, engine_kwargs={"pool_size": 1}).data_db
+        executor = executors_for(url, engine_kwargs={"pool_size": 1}).data
         found = [await executor.read(query, {}) for _ in range(3)]
         await executor.close()
     assert [[row[0] for row in rows] for rows in found] == [[query.text]] * 3

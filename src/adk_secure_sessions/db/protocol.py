@@ -135,21 +135,21 @@ class Executors(NamedTuple):
     are in the data database.
     """
 
-    data_db: Executor
-    key_db: Executor
+    data: Executor
+    keys: Executor
 
     @property
     def has_key_database(self) -> bool:
         """Whether the keys are in a separate database."""
-        return self.key_db is not self.data_db
+        return self.keys is not self.data
 
     async def close(self) -> None:
         """Close the connections of all executors."""
         try:
-            await self.data_db.close()
+            await self.data.close()
         finally:
             if self.has_key_database:
-                await self.key_db.close()
+                await self.keys.close()
 
 
 def run_steps(

@@ -148,7 +148,7 @@ class Database(HoldsSecrets, ClosedByWith):
 
     def use_keys(self, *, in_key_database: bool) -> None:
         """Use the keys in the key database that was given, or those in the data database."""
-        data = self._all_executors.data_db
+        data = self._all_executors.data
         self.runner.executors = self._all_executors if in_key_database else Executors(data, data)
 
     def reject_in_memory(self) -> None:
@@ -210,7 +210,7 @@ class Database(HoldsSecrets, ClosedByWith):
         file = self._files[0]
         if file is not None and not file.exists():
             return True  # opening the database would create the file
-        survey = await with_retries(lambda: survey_database(self.runner.executors.data_db))
+        survey = await with_retries(lambda: survey_database(self.runner.executors.data))
         return survey.format_version is None
 
     async def keyring(self) -> Keyring:

@@ -189,7 +189,7 @@ async def erase_user(
     obstacle = "nothing was deleted"
     if not dry_run:
         obstacle = await clear_deleted_bytes(
-            executors.key_db, data_keys, db.limits.lock_wait, rewrites_table=rewrite
+            executors.keys, data_keys, db.limits.lock_wait, rewrites_table=rewrite
         )
     return Erasure(
         data_keys=deleted[data_keys.name],

@@ -94,7 +94,7 @@ class AdkTables(Source):
         """From now on, interrupt each transaction that reads for longer than *seconds*."""
         if seconds not in self._executors:
             url, engine = self._read_only_url, self._url_and_engine[1]
-            self._executors[seconds] = executors_for(url, engine, read_timeout=seconds).data_db
+            self._executors[seconds] = executors_for(url, engine, read_timeout=seconds).data
         self._executor = self._executors[seconds]
 
     @property
@@ -196,7 +196,7 @@ class AdkTables(Source):
 
     def open_writer(self) -> Executor:
         """Return an executor that can change the tables; the caller closes it."""
-        return executors_for(*self._url_and_engine).data_db
+        return executors_for(*self._url_and_engine).data
 
     async def queries(self) -> AdkQueries:
         """Return the queries; raise ConfigurationError if there are no tables of google-adk."""

@@ -85,7 +85,7 @@ class AdkTarget(ClosedByWith):
         self._file = file_of(self._url)
         if self._file is None and self._dialect == "sqlite":
             raise ConfigurationError("the target must be a file: write sqlite:///adk.db")
-        self._executor = executors_for(self._url).data_db
+        self._executor = executors_for(self._url).data
 
     async def open(self) -> None:
         """Create the tables that do not exist.  A new SQLite file can be read only by its owner."""

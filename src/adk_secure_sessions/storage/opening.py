@@ -82,13 +82,13 @@ async def open_database(
                 features = features_with_mac(index_master.index_master(), database_id)
                 new_meta = {**meta_texts, meta.FEATURES: features}
             new_rows = [row for row, _ in masters]
-            executor = executors.key_db
+            executor = executors.keys
             if await _create_missing(executor, table_set, key_survey, new_meta, new_rows):
                 for row in new_rows:
                     kind = f"{row.purpose} master"
                     record_new_key(database_id, kind, row.id, root_key=row.root_key_id)
         elif executors.has_key_database and not meta_texts.keys() <= data.meta_texts.keys():
-            await _create_missing(executors.data_db, TableSet.DATA, data, meta_texts, [])
+            await _create_missing(executors.data, TableSet.DATA, data, meta_texts, [])
         else:
             _warn_of_plaintext(data, backends.stores_plaintext)
             return keyring
@@ -153,7 +153,7 @@ async def open_surveyed(
     # Read the marks even if the feature list lacks the feature: otherwise, an attacker who
     # replays an older list could stop the writers from maintaining the rows.
     if state_index.name in survey.tables:
-        marks = await read_marks(executors.data_db.read, keyring.index_master)
+        marks = await read_marks(executors.data.read, keyring.index_master)
         if len(marks) > MAX_MARKS:
             logger.error(
                 "secure_state_index has more than %d marks: somebody has added rows, and the rows "

@@ -159,7 +159,7 @@ class Attempt(NamedTuple):
     async def read(self, query: sql.QueryVariants, **parameters: object) -> sql.QueryRows:
         """Read the rows of *identity*; *parameters* are those of *query* except the tags."""
         values = {**self.identity.tag_parameters(), **parameters}
-        answer = await self.executors.data_db.read(self.variant_of(query), values)
+        answer = await self.executors.data.read(self.variant_of(query), values)
         return self.unwrap_rows(query, answer)
 
     def was_overtaken_by(self, cached: CachedRow[Any] | None) -> bool:
@@ -286,11 +286,11 @@ class OperationRunner:
 
     @property
     def data_db(self) -> RetryingExecutor:
-        return RetryingExecutor(self.executors.data_db)
+        return RetryingExecutor(self.executors.data)
 
     @property
     def key_db(self) -> RetryingExecutor:
-        return RetryingExecutor(self.executors.key_db)
+        return RetryingExecutor(self.executors.keys)
 
     async def keyring(self) -> Keyring:
         return (await self._ensure_open()).keys.keyring
@@ -398,7 +398,7 @@ class OperationRunner:
                 try:
                     if source is KeySource.KEY_DATABASE:
                         tags = [identity.app_tag, identity.user_tag]
-                        rows = await read_data_keys(self.executors.key_db.read, tags)
+                        rows = await read_data_keys(self.executors.keys.read, tags)
                         keys.unwrap(rows.data_keys, rows.master_fingerprints)
                     result = await operation.execute(attempt)
                 except CachedRowOutdated:
@@ -560,7 +560,7 @@ class OperationRunner:
         row = keys.create_data_key(need.owner_tag, need.not_before)
         transaction = partial(apply_or_conflict, key_insertion(keys, row))
         record = partial(_record_data_key, keys.keyring, row)
-        await self.executors.key_db.write(transaction, record)
+        await self.executors.keys.write(transaction, record)
         return row
 
 

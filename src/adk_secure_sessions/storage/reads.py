@@ -348,7 +348,7 @@ class Listing(StorageOperation[T]):
             return [user] if user else []
         if attempt.executors.has_key_database:
             tags = [row.tag for row in rows.users]
-            keys = await read_data_keys(attempt.executors.key_db.read, tags)
+            keys = await read_data_keys(attempt.executors.keys.read, tags)
             attempt.keys.unwrap(keys.data_keys, keys.master_fingerprints)
         owners = []
         for row in rows.users:

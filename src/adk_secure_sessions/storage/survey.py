@@ -286,16 +286,16 @@ async def survey_usable(
     if executors.has_key_database:
         # Read the data database first.  Another process may be creating both databases.  It creates
         # the key database first, so if we see its data database, we also see its key database.
-        data = await survey_database(executors.data_db)
-        key_survey = await survey_database(executors.key_db, known_ids, is_key_database=True)
+        data = await survey_database(executors.data)
+        key_survey = await survey_database(executors.keys, known_ids, is_key_database=True)
     else:
-        data = key_survey = await survey_database(executors.data_db, known_ids)
+        data = key_survey = await survey_database(executors.data, known_ids)
     ids = [one.meta_texts.get(meta.DATABASE_ID) for one in (data, key_survey)]
     if ids[0] != ids[1] or _missing_feature_tables(data, key_survey):
         # After this survey of the data database, another process may have created it, `separate`
         # may have replaced the ids in both databases, or a process may have created a table and
         # then added its feature.
-        data = await survey_database(executors.data_db, known_ids)
+        data = await survey_database(executors.data, known_ids)
         key_survey = key_survey if executors.has_key_database else data
     table_set = TableSet.KEYS if executors.has_key_database else TableSet.ALL
     require_usable(key_survey, table_set, create_tables)

@@ -274,8 +274,8 @@ class Write(StorageOperation[T]):
         locks = attempt.must_lock_rows or self.always_locks_rows
         steps = self._locked_steps if locks else self.steps
         transaction = partial(steps, attempt, OwnerChanges(attempt))
-        run: Callable[..., Awaitable[T]] = attempt.executors.data_db.write
-        if access := running_access(attempt.executors.data_db):
+        run: Callable[..., Awaitable[T]] = attempt.executors.data.write
+        if access := running_access(attempt.executors.data):
             session_id = "" if self.identity.is_collection else self.identity.session_id
             run = partial(access.write_with_entry, self.audited_as, session_id)
         earlier = len(self._unconfirmed_results)

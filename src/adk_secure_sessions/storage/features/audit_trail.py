@@ -166,7 +166,7 @@ class AuditTrail(HoldsSecrets):
     @property
     def executor(self) -> Executor:
         """The executor of the data database."""
-        return self._runner.executors.data_db
+        return self._runner.executors.data
 
     async def prepare(self) -> None:
         """Create the table if it is missing, and add the feature `audit`: see `Feature.ensure`."""
