@@ -379,10 +379,20 @@ async def test_keyring_that_another_event_loop_opens_meanwhile_is_kept() -> None
     assert await runner.keyring() is kept[0]
 
 
-async def test_keyring_that_cannot_be_opened_is_asked_for_again_by_the_next_call() -> None:
-    runner = runner_of(one_database()[0], KeyringReads(WrongKeyError("wrong"), keyring()))
-    with pytest.raises(WrongKeyError):
-        await runner.database_keys()
+async def test_keyring_that_cannot_be_opened_is_opened_again_only_by_later_calls() -> None:
+    """The last of many tasks must not wait for the time-outs of all tasks before it."""
+    reads = KeyringReads(WrongKeyError("wrong"), keyring())
+
+    async def open_keyring(known: Keyring | None) -> Keyring:
+        await asyncio.sleep(0)
+        return await reads(known)
+
+    runner = runner_of(one_database()[0], open_keyring)
+    calls = (runner.database_keys() for _ in range(5))
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [str(error) for error in errors] == ["wrong"] * 5
+    assert len({id(error) for error in errors}) == 5, "callers may add notes"
+    assert reads.seen == [None]
     assert (await runner.keyring()).row_count == 2
 
 

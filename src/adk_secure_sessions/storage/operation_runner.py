@@ -273,7 +273,7 @@ class OperationRunner:
     def __post_init__(self) -> None:
         self._opened: _OpenState | None = None
         self._locks = LoopLocks()
-        # `reread_keyring` raises this error until `_keyring_retry_at`.
+        # `reread_keyring` and `_open` raise this error for calls before `_keyring_retry_at`.
         self._keyring_error: SecureSessionError | None = None
         self._keyring_retry_at = 0.0
         _runners[self] = None
@@ -487,16 +487,14 @@ class OperationRunner:
         async with self._locks.lock("keyring"):
             if database_keys.keyring is not old:
                 return
-            if self._keyring_error is not None and time.monotonic() < self._keyring_retry_at:
-                raise copy_of(self._keyring_error)
+            self._raise_keyring_error(time.monotonic())
             self._keyring_error = None
             # Other tasks use *old* meanwhile, also if a row whose key service failed is due again.
             retry_at, old.retry_at = old.retry_at, math.inf
             try:
                 renewed = await with_retries(lambda: self._open_keyring(old))
             except SecureSessionError as error:
-                self._keyring_error = copy_of(error)
-                self._keyring_retry_at = time.monotonic() + self.keyring_pause
+                self._keep_keyring_error(error, self.keyring_pause)
                 raise
             finally:
                 old.retry_at = min(old.retry_at, retry_at)  # a task of another event loop, too
@@ -505,6 +503,16 @@ class OperationRunner:
             # object: a rotation would then miss the master key that it has just created.
             if (opened := self._opened) is not None and opened.keys.keyring is old:
                 opened.keys.keyring = renewed
+
+    def _keep_keyring_error(self, error: BaseException, seconds: float) -> None:
+        """Keep *error* for calls of `_raise_keyring_error` with a time before *seconds* from now."""
+        if isinstance(error, SecureSessionError):
+            self._keyring_error = copy_of(error)
+            self._keyring_retry_at = time.monotonic() + seconds
+
+    def _raise_keyring_error(self, called_at: float) -> None:
+        if self._keyring_error is not None and called_at < self._keyring_retry_at:
+            raise copy_of(self._keyring_error)
 
     async def _ensure_open(self) -> _OpenState:
         """Return the keys and the caches; open the database, or empty expired caches, first."""
@@ -529,12 +537,17 @@ class OperationRunner:
             opened.timers[loop] = ref(call_later(seconds, self.empty_caches, opened.emptied_at))
 
     async def _open(self) -> _OpenState:
+        called_at = time.monotonic()
         async with self._locks.lock("open"):
             if self._opened is None:
+                # Another task has failed to open the database while this one waited.  If each of
+                # them tried again, the last one would wait for all their time-outs.
+                self._raise_keyring_error(called_at)
                 try:
                     keyring = await with_retries(lambda: self._open_keyring(None))
                 except BaseException as error:
                     audit.record_opened(None, type(error).__name__)
+                    self._keep_keyring_error(error, 0)
                     raise
                 audit.record_opened(keyring.database_id, None)
                 self._keyring_error = None
