@@ -639,19 +639,6 @@ def test_rejected_spec_is_answered_with_all_schemes() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("env:UNSET_KEY", "'UNSET_KEY' is not set"),
-        ("passphrase-env:UNSET_KEY", "'UNSET_KEY' is not set"),
-        ("file:/nowhere/root.key", "cannot read the key file '/nowhere/root.key'"),
-    ],
-)
-def test_spec_whose_key_cannot_be_read_says_why(spec: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        key_provider(spec)
-
-
 def test_backends_take_specs_and_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", TEXT)
     provider = PassphraseKey(WORDS)

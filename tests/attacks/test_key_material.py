@@ -112,6 +112,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "not base64": lambda: FernetBackend(TEXT[:-2] + "!!"),
     "as a spec": lambda: AesGcmBackend("key:" + TEXT),
     "in place of a variable": lambda: AesGcmBackend(f"{TEXT}:env"),
+    "in place of its name": lambda: AesGcmBackend(f"env:{TEXT}"),
+    "passphrase in place of its name": lambda: key_provider(f"passphrase-env:{PASSPHRASE}"),
+    "in place of a path": lambda: AesGcmBackend(f"file:{TEXT}"),
     "as a list": lambda: AesGcmBackend(list(KEY)),  # type: ignore[arg-type]
     "as a service": lambda: EncryptedSessionService(":memory:", TEXT),  # type: ignore[arg-type]
     "as a URL": lambda: EncryptedSessionService(TEXT, AesGcmBackend(KEY)),

@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -200,7 +201,9 @@ def read_environment(name: str) -> str:
     check_text(name, "the name of an environment variable")
     value = os.environ.get(name)
     if not value:
-        raise ConfigurationError(f"the environment variable {name!r} is not set or is empty")
+        # Do not quote a secret that was given in place of a name, such as `env:$KEY` in a shell.
+        shown = repr(name) if name.isupper() else "in the key spec"
+        raise ConfigurationError(f"the environment variable {shown} is not set or is empty")
     check_text(value, f"the environment variable {name!r}")
     return value
 
@@ -222,6 +225,9 @@ def read_private_file(path: Path) -> bytes:
     it.
     """
     name = repr(str(path))
+    with suppress(ConfigurationError):
+        parse_key(str(path))
+        name = "(its name is a key)"
     try:
         # Without O_NONBLOCK, opening a named pipe (FIFO) would wait until a process writes to it.
         # Without O_BINARY, Windows would change line ends.
