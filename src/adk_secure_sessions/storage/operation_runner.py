@@ -505,7 +505,7 @@ class OperationRunner:
                 opened.keys.keyring = renewed
 
     def _keep_keyring_error(self, error: BaseException, seconds: float) -> None:
-        """Keep *error* for calls of `_raise_keyring_error` with a time before *seconds* from now."""
+        """Let `_raise_keyring_error` raise *error* for times up to *seconds* from now."""
         if isinstance(error, SecureSessionError):
             self._keyring_error = copy_of(error)
             self._keyring_retry_at = time.monotonic() + seconds
