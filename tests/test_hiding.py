@@ -14,7 +14,7 @@ import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
 
 from adk_secure_sessions import SecureSessionError
-from adk_secure_sessions.hiding import HoldsSecrets, hides_locals, without_frames
+from adk_secure_sessions.hiding import HoldsSecrets, hides_locals, strip_traceback
 
 KEY = b"needle"
 
@@ -44,7 +44,7 @@ def attached(error: BaseException) -> list[object]:
 def test_error_loses_its_frames_its_cause_and_its_context() -> None:
     error = failure()
     assert None not in attached(error)
-    assert without_frames(error) is error
+    assert strip_traceback(error) is error
     assert attached(error) == [None, None, None]
 
 
@@ -145,7 +145,7 @@ async def test_generator_of_a_decorated_class_is_closed_with_its_wrapper() -> No
 
 def test_errors_in_a_group_lose_theirs_too() -> None:
     inner = failure()
-    without_frames(BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [inner])]))
+    strip_traceback(BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [inner])]))
     assert attached(inner) == [None, None, None]
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVa
 
 from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
-from adk_secure_sessions.hiding import hides_locals, hiding_wrapper
+from adk_secure_sessions.hiding import coroutine_hiding_locals, hides_locals
 from adk_secure_sessions.results import Result
 from adk_secure_sessions.telemetry import call_measured, count_rejected
 
@@ -253,7 +253,7 @@ def audited_command(
         with context_value(_facts, facts):
             return await call.run(partial(function, *args, **kwargs))
 
-    return hiding_wrapper(function, partial(call_measured, function, recorded))
+    return coroutine_hiding_locals(function, partial(call_measured, function, recorded))
 
 
 def logged_command(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -332,7 +332,7 @@ def audited_access(
                 return call_measured(method, run_as_outer, None, call)
             return call_measured(method, call_audited, args, kwargs)
 
-        return hiding_wrapper(method, start)
+        return coroutine_hiding_locals(method, start)
 
     return decorate
 

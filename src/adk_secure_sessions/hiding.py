@@ -30,7 +30,7 @@ class HoldsSecrets:
         return f"<{type(self).__name__}>"
 
 
-def without_frames(error: E) -> E:
+def strip_traceback(error: E) -> E:
     """Remove the traceback, the cause and the context of *error*, and return *error*.
 
     Error reporters record the local variables of all frames in a traceback.  The local variables
@@ -41,15 +41,15 @@ def without_frames(error: E) -> E:
     """
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
-            without_frames(one)
+            strip_traceback(one)
     for name in ("__cause__", "__context__"):
         vars(BaseException)[name].__set__(error, None)
     BaseException.with_traceback(error, None)
     return error
 
 
-def without_locals(error: E) -> E:
-    """Do the same as `without_frames`, but first add a note that names the lines of the traceback.
+def replace_traceback_with_note(error: E) -> E:
+    """Do the same as `strip_traceback`, but first add a note that names the lines of the traceback.
 
     The first line is omitted, because it is the line that raises *error* again.  The texts of
     errors of this package and of ADK say enough, so these errors get no note.
@@ -58,7 +58,7 @@ def without_locals(error: E) -> E:
     if isinstance(error, Exception) and not is_ours:
         with suppress(Exception):  # some errors, such as frozen data classes, accept no note
             _add_note(error)
-    return without_frames(error)
+    return strip_traceback(error)
 
 
 def _add_note(error: Exception) -> None:
@@ -75,9 +75,10 @@ def hides_locals(target: C) -> C:
     """Decorate a public function or class whose arguments or local variables may be secret.
 
     If the function raises an error, the traceback of the error includes no frame of the function or
-    of the functions that it calls: see `without_locals`.  Error reporters would otherwise record
-    the keys and the plaintext in local variables.  Of a class, the constructor and each public
-    method are decorated.  The function may be a coroutine function or an asynchronous generator.
+    of the functions that it calls: see `replace_traceback_with_note`.  Error reporters would
+    otherwise record the keys and the plaintext in local variables.  Of a class, the constructor and
+    each public method are decorated.  The function may be a coroutine function or an asynchronous
+    generator.
     """
     hidden: Any
     function: Any = target
@@ -105,10 +106,10 @@ def hides_locals(target: C) -> C:
                         yield value
             except BaseException as error:
                 args, kwargs, value = (), {}, None
-                raise without_locals(error) from None
+                raise replace_traceback_with_note(error) from None
 
     elif inspect.iscoroutinefunction(function):
-        hidden = hiding_wrapper(function, function)
+        hidden = coroutine_hiding_locals(function, function)
     else:
 
         @wraps(function)
@@ -117,12 +118,12 @@ def hides_locals(target: C) -> C:
                 return function(*args, **kwargs)
             except BaseException as error:
                 del args, kwargs
-                raise without_locals(error) from None
+                raise replace_traceback_with_note(error) from None
 
     return cast("C", hidden)
 
 
-def hiding_wrapper(
+def coroutine_hiding_locals(
     function: Callable[P, object], start: Callable[P, Awaitable[T]]
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return the coroutine function that takes the place of *function*.
@@ -139,7 +140,7 @@ def hiding_wrapper(
         # TimeoutError, so error reporters would record its frames.
         except BaseException as error:
             del args, kwargs
-            raise without_locals(error) from None
+            raise replace_traceback_with_note(error) from None
 
     return hidden
 

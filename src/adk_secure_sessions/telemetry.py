@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import DecryptionError
-from adk_secure_sessions.hiding import hiding_wrapper
+from adk_secure_sessions.hiding import coroutine_hiding_locals
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Counter, Histogram
@@ -273,7 +273,7 @@ def measured(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, An
     the inner call count for the inner call only.  An error is raised without the local variables
     of *method*, as `hides_locals` says.
     """
-    return hiding_wrapper(method, partial(call_measured, method, method))
+    return coroutine_hiding_locals(method, partial(call_measured, method, method))
 
 
 def call_measured(

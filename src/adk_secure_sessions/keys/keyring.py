@@ -24,7 +24,7 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import build_context
-from adk_secure_sessions.hiding import HoldsSecrets, without_frames
+from adk_secure_sessions.hiding import HoldsSecrets, strip_traceback
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from adk_secure_sessions.keys.providers import MAX_KEY_ID_LENGTH, PLAINTEXT_ROOT_KEY_ID, KeyProvider
 
@@ -410,7 +410,7 @@ class _KeyringBuilder:
                 raise
             retry_at = self.paused_until[row.root_key_id] = time.monotonic() + RETRY_PAUSE
             self.rejected_or_pending[row] = retry_at
-            self.failure = self.failure or without_frames(error)
+            self.failure = self.failure or strip_traceback(error)
             if error.retryable:
                 self.failing.add(row.root_key_id)
             if row not in self.rejected_or_pending_before:
@@ -516,10 +516,10 @@ async def _call_provider(
         name = "something that is not bytes"
     except Exception as error:
         if isinstance(error, SecureSessionError):
-            raise without_frames(error) from None
+            raise strip_traceback(error) from None
         name = type(error).__name__
     # CancelledError must have no frames, either: `asyncio.timeout` makes it the cause of a
     # TimeoutError.
     except BaseException as error:
-        raise without_frames(error) from None
+        raise strip_traceback(error) from None
     raise KeyServiceError(f"the provider of root key {root.key_id!r} failed: {name}")
