@@ -273,11 +273,23 @@ def test_call_that_ends_after_its_event_loop_was_closed_keeps_no_memory(tmp_path
     assert reference() is None
 
 
-async def test_forgotten_executor_ends_its_threads(tmp_path: Path) -> None:
-    executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
+class SlowToDrop:
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __del__(self) -> None:
+        self._event.wait(5)
+
+
+@pytest.mark.parametrize("by_its_thread", [False, True])
+async def test_forgotten_executor_ends_its_threads(tmp_path: Path, by_its_thread: bool) -> None:
+    executor, is_forgotten = await opened(f"sqlite:///{tmp_path}/numbers.db"), threading.Event()
     mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
     assert mine
+    if by_its_thread:  # which drops what a job refers to after the caller has its answer
+        await executor.write(partial(lambda *_: add(1), executor, SlowToDrop(is_forgotten)))
     del executor
+    is_forgotten.set()
     gc.collect()
     for thread in mine:
         await asyncio.to_thread(thread.join, 5)

@@ -742,7 +742,8 @@ def _stop(threads: list[WorkerThread]) -> None:
                 thread.interrupts_reads = True
             else:
                 thread.queue.put(None)
-            thread.thread.join(max(deadline - time.monotonic(), 0))
+            if thread.thread is not threading.current_thread():  # which drops the last reference
+                thread.thread.join(max(deadline - time.monotonic(), 0))
 
 
 class LoopWaker:
