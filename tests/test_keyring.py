@@ -664,9 +664,13 @@ async def test_running_service_goes_on_without_a_row_whose_key_service_fails(
     assert (waits(again), again.wrapping_master_id) == (True, rows[1].id)
     assert again.is_current(fingerprints_of(rows))
     assert again.row_count == 3
-    with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet"):
+    with pytest.raises(UnknownKeyError, match=f"{rows[2].id} is not unwrapped yet") as of_key:
         cipher_of(on(again, 1), row)
     assert TransactionKeys(on(again, 1)).current(ADA) is None
+    with pytest.raises(KeyServiceError, match=f"{rows[2].id} is not unwrapped yet") as of_service:
+        await renewed([rows[0], rows[2]], again, root)  # `retire` has deleted the old master
+    assert of_key.value.retryable
+    assert of_service.value.retryable
     (record,) = caplog.records
     assert f"row {rows[2].id}" in record.getMessage()
     # Before the pause is over, the row is not tried; afterwards it is, and logged only once.

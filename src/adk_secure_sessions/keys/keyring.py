@@ -45,6 +45,10 @@ RETRY_PAUSE = 10.0
 # keyring unwraps one data master at a time.
 _AT_ONCE = 8
 _INT63_RANGE = range(2**63)
+_PENDING = (
+    "data master {} is not unwrapped yet, because its key service failed, or another row of its "
+    "root key was rejected: check the log and the key service"
+)
 
 
 def new_key_id() -> int:
@@ -165,10 +169,9 @@ class Keyring(HoldsSecrets):
             return master
         pending = (row.id for row, at in self.rejected_or_pending.items() if at < math.inf)
         if master_id in pending:
-            raise UnknownKeyError(
-                f"data master {master_id} is not unwrapped yet, because its key service failed, or "
-                "another row of its root key was rejected: check the log and the key service"
-            )
+            error = UnknownKeyError(_PENDING.format(master_id))
+            error.retryable = True
+            raise error
         raise UnknownKeyError(f"the keyring holds no data master {master_id}")
 
     def database_id_for(self, master_id: int) -> bytes:
@@ -289,8 +292,12 @@ async def open_keyring(
     index_master, masters = builder.index_master, builder.data_masters
     if not masters and builder.failure is not None:
         raise builder.failure
-    if not masters and builder.rejection:
-        raise WrongKeyError(builder.rejection)
+    if not masters:
+        for row, retry_at in builder.rejected_or_pending.items():
+            if row.purpose == DATA_MASTER and retry_at < math.inf:
+                raise KeyServiceError(_PENDING.format(row.id), retryable=True)
+        if builder.rejection:
+            raise WrongKeyError(builder.rejection)
     if index_master is None or not masters:
         missing = "data" if index_master else "index"
         raise WrongKeyError(
