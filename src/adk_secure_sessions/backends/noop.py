@@ -7,7 +7,7 @@ from adk_secure_sessions.formats.records import NOOP_BACKEND_ID, Cipher
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import PLAINTEXT_ROOT_KEY_ID, KeyProvider, RootKey
 
-_PLAINTEXT_WRAP = b"\x00"
+_KIND = b"\x00"  # the first byte of a wrapped key
 
 
 class NoRootKey(RootKey):
@@ -16,10 +16,10 @@ class NoRootKey(RootKey):
     key_id = PLAINTEXT_ROOT_KEY_ID
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
-        return _PLAINTEXT_WRAP + key
+        return _KIND + key
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
-        if not wrapped.startswith(_PLAINTEXT_WRAP):
+        if not wrapped.startswith(_KIND):
             raise PlaintextRefusedError("not a key stored as plaintext", Reason.MALFORMED)
         return wrapped[1:]
 

@@ -17,7 +17,7 @@ from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import RootKey, check_key_id
 
-PASSPHRASE_WRAP = b"\x02"
+_KIND = b"\x02"  # the first byte of a wrapped key
 _SALT_LENGTH = 16
 _HEADER = Struct(f">c{_SALT_LENGTH}sIII")
 # RFC 9106, section 4, second recommended option: t=3, p=4, 64 MiB.
@@ -73,7 +73,7 @@ class PassphraseKey(RootKey):
         # results equal.
         self._passphrase = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
         self._new_header = _HEADER.pack(
-            PASSPHRASE_WRAP, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
+            _KIND, os.urandom(_SALT_LENGTH), _ITERATIONS, _LANES, _MEMORY_KIB
         )
         self._ciphers: dict[bytes, Aes256Gcm] = {}
         self._authentic_header = b""
@@ -104,7 +104,7 @@ class PassphraseKey(RootKey):
             ConfigurationError: This build of `cryptography` has no Argon2id.
         """
         header = wrapped[: _HEADER.size]
-        if not header.startswith(PASSPHRASE_WRAP) or len(header) < _HEADER.size:
+        if not header.startswith(_KIND) or len(header) < _HEADER.size:
             raise TamperedError("not a key wrapped by a passphrase", reason=Reason.MALFORMED)
         cipher = await self._cipher(header)
         key = cipher.decrypt(wrapped[_HEADER.size :], header + associated_data)

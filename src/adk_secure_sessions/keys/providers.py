@@ -23,7 +23,7 @@ from adk_secure_sessions.errors import ConfigurationError, Reason, TamperedError
 from adk_secure_sessions.formats.records import is_unicode
 from adk_secure_sessions.hiding import HoldsSecrets, hides_locals
 
-RAW_KEY_WRAP = b"\x01"
+_KIND = b"\x01"  # the first byte of a wrapped key
 MAX_KEY_ID_LENGTH = 255  # characters: the width of the column `root_key_id`
 _STATIC_KEY = "key:"
 PLAINTEXT_ROOT_KEY_ID = "none"  # `NoOpBackend` has no root key and stores master keys as plaintext
@@ -156,13 +156,13 @@ class StaticKey(RootKey):
 
     async def wrap(self, key: bytes, associated_data: bytes) -> bytes:
         """Encrypt `key` with AES-256-GCM and a key derived from the root key."""
-        return RAW_KEY_WRAP + self._cipher.encrypt(key, RAW_KEY_WRAP + associated_data)
+        return _KIND + self._cipher.encrypt(key, _KIND + associated_data)
 
     async def unwrap(self, wrapped: bytes, associated_data: bytes) -> bytes:
         """Return the key in `wrapped`, which `wrap` returned."""
-        if not wrapped.startswith(RAW_KEY_WRAP):
+        if not wrapped.startswith(_KIND):
             raise TamperedError("not a key wrapped by a static root key", reason=Reason.MALFORMED)
-        return self._cipher.decrypt(wrapped[1:], RAW_KEY_WRAP + associated_data)
+        return self._cipher.decrypt(wrapped[1:], _KIND + associated_data)
 
 
 @hides_locals
