@@ -98,7 +98,6 @@ class AwsKmsKey(RemoteKey):
     """
 
     _kind = b"\x03"
-    _advice = _ADVICE
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class AwsKmsKey(RemoteKey):
                 "an alias was moved to another key, move it back"
             )
         if code in _ADVICE:
-            return self._known_error(code)
+            return self._known_error(code, *_ADVICE[code])
         return self._other_error("AWS KMS", status, retryable=retryable)
 
     def _call_error(self, error: Any) -> Exception:

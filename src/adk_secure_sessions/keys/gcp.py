@@ -71,7 +71,6 @@ class GcpKmsKey(RemoteKey):
     """
 
     _kind = b"\x04"
-    _advice = _ADVICE
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class GcpKmsKey(RemoteKey):
             if operation == "decrypt":
                 return TamperedError()
         if name in _ADVICE:
-            return self._known_error(name)
+            return self._known_error(name, *_ADVICE[name])
         if "metadata from plugin" in text:  # what gRPC says of all errors of credentials
             return self._error(
                 f"the credentials cannot be used ({name})",

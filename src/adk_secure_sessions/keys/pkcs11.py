@@ -116,7 +116,6 @@ class Pkcs11Key(RemoteKey):
     """
 
     _kind = b"\x06"
-    _advice = _ADVICE
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class Pkcs11Key(RemoteKey):
             with self._module.held(self._timeout) as library:
                 # A token locks after a few wrong PINs, so do not try a rejected PIN again.
                 if self._pin_error is not None:
-                    raise self._known_error(self._pin_error)
+                    raise self._known_error(self._pin_error, *_ADVICE[self._pin_error])
                 try:
                     with _session(library.get_token(token_label=self._token), self._pin) as session:
                         is_open = True
@@ -208,7 +207,7 @@ class Pkcs11Key(RemoteKey):
         if name in _ADVICE:
             if "Pin" in name:
                 self._pin_error = name
-            return self._known_error(name)
+            return self._known_error(name, *_ADVICE[name])
         self._module.failed = True
         return self._error(
             f"the token failed ({name})",

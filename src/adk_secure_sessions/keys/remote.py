@@ -7,7 +7,7 @@ import random
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -77,7 +77,6 @@ class RemoteKey(RootKey):
     pause: ClassVar[float] = 0.25
     longest_pause: ClassVar[float] = 2.0
     _kind: ClassVar[bytes]  # the first byte of a wrapped key, authenticated with the rest
-    _advice: ClassVar[Mapping[str, tuple[str, str]]] = {}  # by the service's name of the error
 
     def __init__(self, key_id: str, *address: object, timeout: float, attempts: int) -> None:
         check_key_id(key_id)
@@ -155,9 +154,8 @@ class RemoteKey(RootKey):
         """Return an error without the text of the service's answer, which may contain a key."""
         return KeyServiceError(f"root key {self.key_id!r}: {cause}; {advice}", retryable=retryable)
 
-    def _known_error(self, name: str) -> KeyServiceError:
-        """Return the error for the entry *name* of `_advice`: the cause, and what to do."""
-        cause, advice = self._advice[name]
+    def _known_error(self, name: str, cause: str, advice: str) -> KeyServiceError:
+        """Return the error for one that the key service calls *name*."""
         return self._error(f"{cause} ({name})", advice)
 
     def _other_error(self, service: str, code: object, *, retryable: bool) -> KeyServiceError:
