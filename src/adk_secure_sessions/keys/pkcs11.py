@@ -15,7 +15,7 @@ from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.crypto.aead import GCM_TAG_LENGTH, KEY_LENGTH, NONCE_LENGTH
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.keys.providers import check_text, read_environment, read_private_file
+from adk_secure_sessions.keys.providers import check_utf8, read_environment, read_private_file
 from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_daemon_thread, require
 
 # Maps an error of python-pkcs11 to the cause and the advice in our error.  An error is named by its
@@ -135,11 +135,11 @@ class Pkcs11Key(RemoteKey):
         path = os.fspath(module) if module is not None else read_environment("PKCS11_MODULE")
         super().__init__(key_id or f"pkcs11:{key}", path, key, timeout=timeout, attempts=attempts)
         # python-pkcs11 crashes if an attribute cannot be encoded.
-        check_text(key, "the name of the key")
-        check_text(path, "the path of the library")
+        check_utf8(key, "the name of the key")
+        check_utf8(path, "the path of the library")
         self._module = _modules.setdefault(path, _Module(path))
         self._pin = pin or _find_pin(pin_file)
-        check_text(self._pin, "the PIN")
+        check_utf8(self._pin, "the PIN")
         self._pin_error: str | None = None  # a key of `_ADVICE`, if the token rejected the PIN
 
     async def _encrypt(self, plaintext: bytes, associated_data: bytes) -> bytes:

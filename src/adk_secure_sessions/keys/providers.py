@@ -198,17 +198,17 @@ class FileKey(StaticKey):
 
 def read_environment(name: str) -> str:
     """Return the value of the environment variable *name*; reject an empty value."""
-    check_text(name, "the name of an environment variable")
+    check_utf8(name, "the name of an environment variable")
     value = os.environ.get(name)
     if not value:
         # Do not quote a secret that was given in place of a name, such as `env:$KEY` in a shell.
         shown = repr(name) if name.isupper() else "in the key spec"
         raise ConfigurationError(f"the environment variable {shown} is not set or is empty")
-    check_text(value, f"the environment variable {name!r}")
+    check_utf8(value, f"the environment variable {name!r}")
     return value
 
 
-def check_text(secret: str, name: str) -> None:
+def check_utf8(secret: str, name: str) -> None:
     """Check that *secret* can be encoded as UTF-8; *name* says what it is.
 
     Bytes that are not UTF-8 become surrogates in a variable or an argument.  Without this check, a

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.errors import ConfigurationError, KeyServiceError, Reason, TamperedError
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.keys.providers import check_text, read_environment
+from adk_secure_sessions.keys.providers import check_utf8, read_environment
 from adk_secure_sessions.keys.remote import (
     ATTEMPTS,
     TIMEOUT,
@@ -127,8 +127,8 @@ class VaultKey(RemoteKey):
         self._token = token
         if role_id:
             secret_id = secret_id or read_environment("VAULT_SECRET_ID")
-            check_text(role_id, "role_id")
-            check_text(secret_id, "secret_id")
+            check_utf8(role_id, "role_id")
+            check_utf8(secret_id, "secret_id")
             self._login = {"role_id": role_id, "secret_id": secret_id}
         elif not token and not token_file:
             self._token = read_environment("VAULT_TOKEN")
