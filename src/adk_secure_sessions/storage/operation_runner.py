@@ -273,7 +273,7 @@ class OperationRunner:
     def __post_init__(self) -> None:
         self._opened: _OpenState | None = None
         self._locks = LoopLocks()
-        # `reread_keyring` and `_open` raise this error for calls before `_keyring_retry_at`.
+        # `_read_keyring` raises this error for calls before `_keyring_retry_at`.
         self._keyring_error: SecureSessionError | None = None
         self._keyring_retry_at = 0.0
         _runners[self] = None
@@ -487,15 +487,11 @@ class OperationRunner:
         async with self._locks.lock("keyring"):
             if database_keys.keyring is not old:
                 return
-            self._raise_keyring_error(time.monotonic())
-            self._keyring_error = None
             # Other tasks use *old* meanwhile, also if a row whose key service failed is due again.
             retry_at, old.retry_at = old.retry_at, math.inf
             try:
-                renewed = await with_retries(lambda: self._open_keyring(old))
-            except SecureSessionError as error:
-                self._keep_keyring_error(error, self.keyring_pause)
-                raise
+                now, pause = time.monotonic(), self.keyring_pause
+                renewed = await self._read_keyring(old, now, pause=pause)
             finally:
                 old.retry_at = min(old.retry_at, retry_at)  # a task of another event loop, too
             database_keys.keyring = renewed
@@ -504,15 +500,21 @@ class OperationRunner:
             if (opened := self._opened) is not None and opened.keys.keyring is old:
                 opened.keys.keyring = renewed
 
-    def _keep_keyring_error(self, error: BaseException, seconds: float) -> None:
-        """Let `_raise_keyring_error` raise *error* for times up to *seconds* from now."""
-        if isinstance(error, SecureSessionError):
-            self._keyring_error = copy_of(error)
-            self._keyring_retry_at = time.monotonic() + seconds
-
-    def _raise_keyring_error(self, called_at: float) -> None:
+    async def _read_keyring(
+        self, known: Keyring | None, called_at: float, *, pause: float
+    ) -> Keyring:
+        """Read the keyring.  If an earlier call has failed, raise its error, unless the caller was
+        called more than *pause* seconds after that.
+        """
         if self._keyring_error is not None and called_at < self._keyring_retry_at:
             raise copy_of(self._keyring_error)
+        self._keyring_error = None
+        try:
+            return await with_retries(lambda: self._open_keyring(known))
+        except SecureSessionError as error:
+            self._keyring_error = copy_of(error)
+            self._keyring_retry_at = time.monotonic() + pause
+            raise
 
     async def _ensure_open(self) -> _OpenState:
         """Return the keys and the caches; open the database, or empty expired caches, first."""
@@ -540,17 +542,14 @@ class OperationRunner:
         called_at = time.monotonic()
         async with self._locks.lock("open"):
             if self._opened is None:
-                # Another task has failed to open the database while this one waited.  If each of
-                # them tried again, the last one would wait for all their time-outs.
-                self._raise_keyring_error(called_at)
+                # If another task has failed while this one waited, raise its error.  If each task
+                # tried again, the last one would wait for the time-outs of all.
                 try:
-                    keyring = await with_retries(lambda: self._open_keyring(None))
+                    keyring = await self._read_keyring(None, called_at, pause=0.0)
                 except BaseException as error:
                     audit.record_opened(None, type(error).__name__)
-                    self._keep_keyring_error(error, 0)
                     raise
                 audit.record_opened(keyring.database_id, None)
-                self._keyring_error = None
                 # Another event loop may have opened the database meanwhile, and marked its keyring
                 # with an indexed state key.
                 self._opened = self._opened or self._with_empty_caches(keyring)
