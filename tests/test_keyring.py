@@ -19,7 +19,6 @@ from adk_secure_sessions import (
     KeyProvider,
     KeyServiceError,
     NoOpBackend,
-    PlaintextRefusedError,
     SecureSessionError,
     StaticKey,
     UnknownKeyError,
@@ -296,12 +295,6 @@ async def test_two_index_masters_are_rejected_naming_both() -> None:
 async def test_keyring_without_an_index_master_is_rejected() -> None:
     with pytest.raises(WrongKeyError, match="holds no index master: rows of secure_keyring were"):
         await opened((await made(ROOT))[1:], ROOT)
-
-
-async def test_plaintext_keyring_is_rejected() -> None:
-    rows = [row._replace(root_key_id="none", wrapped=b"\x00" * 33) for row in await made(ROOT)]
-    with pytest.raises(PlaintextRefusedError, match="NoOpBackend"):
-        await opened(rows, ROOT)
 
 
 @pytest.mark.parametrize(
