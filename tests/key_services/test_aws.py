@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import json
 import socket
 import threading
 import time
@@ -183,6 +184,20 @@ async def test_program_that_gives_no_credentials_is_reported(
     assert expected in str(error)
     assert error.retryable is retryable
     assert kms.operations == []
+
+
+async def test_program_that_never_ends_is_run_again_by_a_later_attempt(
+    kms: Kms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, file = tmp_path / "program", tmp_path / "config"
+    credentials = {"Version": 1, "AccessKeyId": "x", "SecretAccessKey": "x"}
+    program.write_text(f"mkdir {tmp_path}/hangs && sleep 9; echo '{json.dumps(credentials)}'")
+    file.write_text(f"[default]\ncredential_process = sh {program}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    for name in ACCESS:
+        monkeypatch.delenv(name.upper())
+    key = AwsKmsKey(kms.new_key(), endpoint_url=kms.address, timeout=0.5, attempts=9)
+    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
 
 
 async def test_address_is_checked_before_each_call(

@@ -10,9 +10,9 @@ import os
 import re
 from contextlib import closing
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError, TamperedError, WrongKeyError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.remote import (
@@ -122,11 +122,11 @@ class AwsKmsKey(RemoteKey):
         self._profile = profile
         self._endpoint_url = endpoint_url
         self._region = region or named["region"]
-        self._sessions: dict[int, Any] = {}  # the botocore session, by the id of its process
-        self._one_client = ThreadLock()  # botocore sessions create one client at a time
+        # The botocore session of a process, by its id, and a lock: it creates one client at a time.
+        self._sessions: dict[int, tuple[Any, Lock]] = {}
         try:
             if not self._region:
-                known = self._session().get_config_variable("region")
+                known = self._session()[0].get_config_variable("region")
                 self._region = known or os.environ.get("AWS_REGION")
                 if not self._region:
                     raise ConfigurationError(
@@ -235,19 +235,27 @@ class AwsKmsKey(RemoteKey):
             retries={"total_max_attempts": 1},  # RemoteKey retries
             **options,
         )
-        with self._one_client.lock:
-            return self._session().create_client(
+        session, one_client = self._session()
+        if not one_client.acquire(timeout=self._timeout):
+            # A program that gives credentials may never end.  The next attempt runs it again.
+            self._sessions = {}
+            raise TimeoutError
+        try:
+            return session.create_client(
                 "kms", region_name=self._region, endpoint_url=self._endpoint_url, config=config
             )
+        finally:
+            one_client.release()
 
-    def _session(self) -> Any:
-        """Return the botocore session of this process: a forked process needs its own."""
+    def _session(self) -> tuple[Any, Lock]:
+        """Return the botocore session of this process, and its lock; a fork needs its own."""
         from urllib.request import getproxies  # this module imports 20 others
 
         from botocore.session import Session
 
         pid = os.getpid()
-        if pid not in self._sessions:
+        known = self._sessions.get(pid)
+        if known is None:
             session = Session(profile=self._profile)
             # In the mode "auto", botocore asks the machine's metadata service for the region, and
             # may ask it through a proxy.
@@ -255,8 +263,9 @@ class AwsKmsKey(RemoteKey):
             session.register("before-send", partial(_send_plain_http_directly, self._timeout))
             if "http" in getproxies():
                 _ask_metadata_service_directly(session)
-            self._sessions = {pid: session}
-        return self._sessions[pid]
+            known = session, Lock()
+            self._sessions = {pid: known}
+        return known
 
 
 def _send_plain_http_directly(timeout: float, request: Any, **_: Any) -> Any:
