@@ -23,13 +23,7 @@ from adk_secure_sessions import (
     telemetry,
 )
 from adk_secure_sessions.keys import remote
-from adk_secure_sessions.keys.remote import (
-    RemoteKey,
-    check_transport,
-    in_daemon_thread,
-    is_plain_http,
-    require,
-)
+from adk_secure_sessions.keys.remote import RemoteKey, check_transport, in_daemon_thread, require
 
 
 class Failing(RemoteKey):
@@ -204,14 +198,6 @@ def test_address_that_does_not_is_rejected(url: str) -> None:
         check_transport(url)
     with pytest.raises(ConfigurationError, match=r"^the address of that store (begins|does not) "):
         check_transport(url, "that store")
-
-
-@pytest.mark.parametrize(
-    ("url", "is_plain"),
-    [("http://127.0.0.1:8200", True), ("https://kms.example/http://", False), ("kms", True)],
-)
-def test_plain_http_is_what_has_no_tls(url: str, is_plain: bool) -> None:
-    assert is_plain_http(url) is is_plain
 
 
 def test_objects_are_equal_if_they_name_the_same_key_of_the_same_service() -> None:

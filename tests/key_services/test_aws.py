@@ -294,11 +294,6 @@ async def test_answer_of_another_kind_of_server_is_rejected(kms: Kms, key: AwsKm
         assert "needle" not in str(info.value)
 
 
-async def test_throttled_call_is_repeated(kms: Kms, key: AwsKmsKey) -> None:
-    kms.failures = [("ThrottlingException", 400), ("KMSInternalException", 500)]
-    assert await key.unwrap(await key.wrap(MASTER, CONTEXT), CONTEXT) == MASTER
-
-
 async def test_missing_credentials_are_named(kms: Kms, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ACCESS:
         monkeypatch.delenv(name.upper())
