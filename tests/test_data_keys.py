@@ -103,22 +103,16 @@ def test_key_encrypts_nothing_until_the_owners_row_was_read(keys: DatabaseKeys) 
     assert parse_header(staged.seal(ADA, CONTEXT, b"")) == (1, row.id)
 
 
-@pytest.mark.parametrize("named", [0, 1, 2])
-def test_key_of_a_higher_generation_that_the_row_does_not_name_encrypts_nothing(
-    keys: DatabaseKeys, named: int
+@pytest.mark.parametrize("named", [[0], [1], [2], [1, 0]])
+def test_newest_key_that_the_row_names_encrypts_and_none_of_a_higher_generation(
+    keys: DatabaseKeys, named: list[int]
 ) -> None:
-    """For example an erased key that was inserted again."""
+    """For example, no erased key that was inserted again."""
     rows = made(keys, 3)
     for order in (rows, rows[::-1]):
-        staged = read_and_chosen(keys, order, [rows[named].id])
-        assert current_id(staged) == rows[named].id
-        assert staged.current_is_newest(ADA) == (named == 2)
-
-
-def test_of_several_keys_that_the_row_names_the_newest_encrypts(keys: DatabaseKeys) -> None:
-    rows = made(keys, 3)
-    staged = read_and_chosen(keys, rows, [rows[1].id, rows[0].id])
-    assert current_id(staged) == rows[1].id
+        staged = read_and_chosen(keys, order, [rows[one].id for one in named])
+        assert current_id(staged) == rows[named[0]].id
+        assert staged.current_is_newest(ADA) == (named == [2])
 
 
 def test_row_that_names_no_key_of_the_owner_leaves_none_to_encrypt_with(keys: DatabaseKeys) -> None:
@@ -175,14 +169,6 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: Data
 
 
 # --- the ids in the owner's row ------------------------------------------------------------------
-
-
-def test_row_names_the_new_key_in_place_of_the_one_before(keys: DatabaseKeys) -> None:
-    (row,) = made(keys, 1)
-    staged = read_and_chosen(keys, [row], [row.id])
-    new = staged.create_data_key(ADA)
-    assert current_id(staged) == new.id
-    assert staged.ids_to_store(ADA, [row.id]) == (new.id,)
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -249,6 +235,7 @@ def test_new_key_has_a_generation_that_no_junk_key_has_taken(
         staged = read_and_chosen(keys, order, [row.id])
         new = staged.create_data_key(ADA)
         assert new.generation == taken + 1
+        assert (current_id(staged), staged.ids_to_store(ADA, [row.id])) == (new.id, (new.id,))
         assert current_id(read_and_chosen(keys, [row, new], [row.id, new.id])) == new.id
 
 
@@ -406,6 +393,23 @@ def test_transaction_goes_on_with_a_key_that_the_cache_has_removed_until_it_forg
     keys.by_owner.drop(ADA)
     assert current_id(staged) == row.id
     assert current_id(TransactionKeys(keys)) is None
+
+
+def test_row_is_unwrapped_again_unless_it_and_the_keyring_equal_those_of_a_cached_key(
+    keys: DatabaseKeys,
+) -> None:
+    (row,) = made(keys, 1)
+    published(keys, row)
+    record, known = build_header(1, row.id), TransactionKeys(keys).current(ADA)
+    assert read(keys, [row]).key_of(ADA, record) is known
+    for changed in ({"generation": 1}, {"created_at": 1}, {"wrapped": row.wrapped[:-1] + b"x"}):
+        with pytest.raises(TamperedError):
+            read(keys, [row._replace(**changed)]).key_of(ADA, record)
+    keys.keyring = keyring(MASTER)
+    assert read(keys, [row]).key_of(ADA, record) is not known
+    keys.keyring = keyring(ANOTHER_MASTER)
+    with pytest.raises(UnknownKeyError, match="no data master"):
+        read(keys, [row]).key_of(ADA, record)
 
 
 def test_record_under_a_key_of_another_owner_that_was_read_is_rejected_as_such(

@@ -102,7 +102,7 @@ def known_keys(accept: list[int]) -> TransactionKeys:
     for key in RECORDS["keys"]:
         row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
         cipher = BACKENDS[key["backend"]].cipher(bytes.fromhex(key["key"]))
-        data_key = DataKey(row.id, 0, row.backend_id, 0, 0, cipher)
+        data_key = DataKey(row.id, 0, row.backend_id, 0, cipher, row, keyring)
         before = keys.by_owner.get(row.owner)
         by_id = {**(before.by_id if before else {}), row.id: data_key}
         keys.by_owner.put(row.owner, OwnerKeys(by_id, data_key, 0))

@@ -305,7 +305,9 @@ class DataRotationRun(RotationRun[DataRotation]):
         this key.
         """
         key = keys.current(owner_tag)
-        is_new = key and key.created_at >= self.result.since and keys.current_is_newest(owner_tag)
+        is_new = (
+            key and key.row.created_at >= self.result.since and keys.current_is_newest(owner_tag)
+        )
         return (key.backend_id, key.id) if key and (is_new or not self._dry_run) else None
 
     async def _reencrypt(

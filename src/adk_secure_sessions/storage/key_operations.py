@@ -171,7 +171,7 @@ class RenewKey(Write[RenewedKey]):
         if stored:
             keys.choose_current(row.tag, stored)
         current, is_newest = keys.current(row.tag), keys.current_is_newest(row.tag)
-        if current is None or current.created_at < self.not_before or not is_newest:
+        if current is None or current.row.created_at < self.not_before or not is_newest:
             owner_changes.require_new_data_key(row.tag, self.not_before)
         elif owner.key_ids == (current.id,):
             return RenewedKey()
