@@ -172,11 +172,17 @@ async def test_job_that_ends_before_it_is_awaited_has_its_result(
 async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks(
     numbers: SqliteExecutor,
 ) -> None:
+    released = threading.Event()
+
+    def block() -> Steps[None]:
+        released.wait(5)
+        yield from ()
+
     def broken(number: int) -> Steps[None]:
         yield from add(number)
         raise RuntimeError(str(number))
 
-    blocker = asyncio.ensure_future(with_retries(lambda: numbers.write(wait)))
+    blocker = asyncio.ensure_future(with_retries(lambda: numbers.write(block)))
     await asyncio.sleep(0.05)
     works = [add if number % 3 else broken for number in range(30)]
     tasks = [
@@ -188,6 +194,7 @@ async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks
         task.cancel()
     await asyncio.wait(tasks[::5])
     assert not blocker.done()  # a task that is cancelled before its job began does not wait for it
+    released.set()
     await blocker
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for number, result in enumerate(results):
@@ -273,27 +280,21 @@ def test_call_that_ends_after_its_event_loop_was_closed_keeps_no_memory(tmp_path
     assert reference() is None
 
 
-class SlowToDrop:
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def __del__(self) -> None:
-        self._event.wait(5)
-
-
-@pytest.mark.parametrize("by_its_thread", [False, True])
-async def test_forgotten_executor_ends_its_threads(tmp_path: Path, by_its_thread: bool) -> None:
-    executor, is_forgotten = await opened(f"sqlite:///{tmp_path}/numbers.db"), threading.Event()
-    mine = [thread for thread in threading.enumerate() if "adk-secure-sessions" in thread.name]
+@pytest.mark.parametrize("collected_by", ["the task", "its own thread"])
+async def test_forgotten_executor_ends_its_threads(tmp_path: Path, collected_by: str) -> None:
+    executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
+    mine, loop = executor._threads.copy(), asyncio.get_running_loop()
     assert mine
-    if by_its_thread:  # which drops what a job refers to after the caller has its answer
-        await executor.write(partial(lambda *_: add(1), executor, SlowToDrop(is_forgotten)))
+    vars(executor)["itself"] = executor  # so that only a garbage collection frees it
     del executor
-    is_forgotten.set()
-    gc.collect()
-    for thread in mine:
-        await asyncio.to_thread(thread.join, 5)
-    assert not [thread for thread in mine if thread.is_alive()]
+    if collected_by == "the task":
+        gc.collect()
+    else:  # a thread cannot wait for its own end
+        job = Job(lambda *_: gc.collect(), False, False, loop, sqlite.LoopWaker(loop))
+        mine[1].queue.put(job)
+    for one in mine:
+        await asyncio.to_thread(one.thread.join, 5)
+    assert not [one for one in mine if one.thread.is_alive()]
 
 
 async def test_executor_can_close_while_a_thread_of_another_ends(

@@ -742,7 +742,8 @@ def _stop(threads: list[WorkerThread]) -> None:
                 thread.interrupts_reads = True
             else:
                 thread.queue.put(None)
-            if thread.thread is not threading.current_thread():  # which drops the last reference
+            # Python may collect the executor in one of these threads, which cannot join itself.
+            if thread.thread is not threading.current_thread():
                 thread.thread.join(max(deadline - time.monotonic(), 0))
 
 
