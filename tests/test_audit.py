@@ -382,12 +382,12 @@ def test_command_line_fails_if_a_record_cannot_be_written(tmp_path: Path, path: 
 def test_error_of_closing_the_audit_log_is_raised() -> None:
     """As NFS reports that a quota is exceeded."""
 
-    class Full(io.StringIO):
-        def close(self) -> None:
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+    def close() -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    before = audit.logger.handlers.copy()
-    with pytest.raises(OSError, match="quota"), audit.appending_to(Full()):
+    before, full = audit.logger.handlers.copy(), io.StringIO()
+    full.close = close  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="quota"), audit.appending_to(full):
         audit.log_event("command")
     assert audit.logger.handlers == before
 

@@ -6,6 +6,7 @@ Attributes of their docstrings.
 
 import enum
 import functools
+import inspect
 import json
 import re
 import sys
@@ -69,8 +70,8 @@ def described(cls: type) -> dict[str, str]:
     """Return the descriptions of the fields in the docstrings of *cls* and its bases, by name."""
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__):
-        section = re.split(r"\n\s*Attributes:\n", one.__doc__ or "")[-1]
-        found |= re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+        section = re.split(r"\n\s*Attributes:\n", inspect.cleandoc(one.__doc__ or ""))[-1]
+        found |= re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.replace("`None`", "null").split()) for name, text in found.items()}
 
 

@@ -154,10 +154,10 @@ def test_keygen_succeeds_in_a_directory_that_cannot_be_read(
 ) -> None:
     opened = os.open
 
-    def open_file(path: Path, flags: int, mode: int = 0) -> int:
+    def open_file(path: Path, flags: int, *mode: int, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECTORY:
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, flags, mode)
+        return opened(path, flags, *mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", open_file)
     assert run("keygen", "--output", str(tmp_path / "root.key")).code == 0
