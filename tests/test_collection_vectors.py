@@ -6,25 +6,15 @@ from adk_secure_sessions import EncryptedSessionService
 from adk_secure_sessions.formats.events import encode_item
 from adk_secure_sessions.formats.json_text import read_event
 from adk_secure_sessions.maintenance import Database, verify
-from tests.vector_databases import (
-    Json,
-    assert_read_as_named,
-    assert_used_as_named,
-    backends,
-    cases_of,
-    change,
-    copies_of,
-    each_case,
-    load,
-    reader_of,
-)
+from tests import vector_databases as vectors
+from tests.vector_databases import Json
 
-DATABASE = load("collections.json")
+DATABASE = vectors.load("collections.json")
 COLLECTIONS: list[Json] = DATABASE["collections"]
-CASES = cases_of("collection_rejections.json")
-BACKENDS = backends("collections.json")
+CASES = vectors.cases_of("collection_rejections.json")
+BACKENDS = vectors.backends("collections.json")
 assert COLLECTIONS, "an empty vector file must not pass as success"
-database = copies_of("collections.sql")
+database = vectors.copies_of("collections.sql")
 
 
 def service_on(path: Path) -> EncryptedSessionService:
@@ -48,7 +38,7 @@ async def test_service_reads_the_collections_as_the_vector_says(database: Path) 
 
 
 def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
-    with reader_of(database, "collections.json") as reader:
+    with vectors.reader_of(database, "collections.json") as reader:
         found = reader.contents()
         assert sorted(found["collections"], key=str) == sorted(COLLECTIONS, key=str)
         assert found["apps"] == DATABASE["apps"]
@@ -70,7 +60,7 @@ async def test_service_continues_the_collections_and_the_reader_reads_them(datab
     async with service_on(database) as service:
         for expected in COLLECTIONS:
             await service.collections.append(who(expected), encode_item(new))
-    with reader_of(database, "collections.json") as reader:
+    with vectors.reader_of(database, "collections.json") as reader:
         for expected in COLLECTIONS:
             found = reader.collection(*who(expected))
             assert found == expected | {"items": [*expected["items"], new]}
@@ -105,7 +95,7 @@ async def use(path: Path, case: Json) -> None:
 def read(path: Path, case: Json) -> None:
     """Do with the reader what the case says."""
     app, user, name = case["of"]
-    with reader_of(path, "collections.json") as reader:
+    with vectors.reader_of(path, "collections.json") as reader:
         if case["when"] == "list":
             reader.listing(app, user)
         elif case["when"] == "get session":
@@ -116,8 +106,8 @@ def read(path: Path, case: Json) -> None:
             assert reader.collection(app, user, name, 1 if case["when"] == "last" else None)
 
 
-@each_case(CASES)
+@vectors.each_case(CASES)
 async def test_changed_database_is_rejected_as_named(database: Path, case: Json) -> None:
-    change(database, case)
-    await assert_used_as_named(case, lambda: use(database, case))
-    assert_read_as_named(case, lambda: read(database, case))
+    vectors.change(database, case)
+    await vectors.assert_used_as_named(case, lambda: use(database, case))
+    vectors.assert_read_as_named(case, lambda: read(database, case))

@@ -12,23 +12,13 @@ from adk_secure_sessions import EncryptedSessionService, EncryptedSessionWrapper
 from adk_secure_sessions.formats.memory_items import COLLECTION_NAME
 from adk_secure_sessions.integrations.memory import EncryptedMemoryService
 from adk_secure_sessions.maintenance import Database, verify
-from tests.vector_databases import (
-    Json,
-    assert_read_as_named,
-    assert_used_as_named,
-    backends,
-    cases_of,
-    change,
-    copies_of,
-    each_case,
-    load,
-    reader_of,
-)
+from tests import vector_databases as vectors
+from tests.vector_databases import Json
 
-CONTENTS = load("integrations.json")
-CASES = cases_of("integration_rejections.json")
-BACKENDS = backends("integrations.json")
-database = copies_of("integrations.sql")
+CONTENTS = vectors.load("integrations.json")
+CASES = vectors.cases_of("integration_rejections.json")
+BACKENDS = vectors.backends("integrations.json")
+database = vectors.copies_of("integrations.sql")
 
 
 async def read_memory(path: Path, app: str, user: str) -> Json:
@@ -90,7 +80,7 @@ async def test_services_read_what_the_vector_says(database: Path) -> None:
 
 
 def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> None:
-    with reader_of(database, "integrations.json") as reader:
+    with vectors.reader_of(database, "integrations.json") as reader:
         for memory in CONTENTS["memories"]:
             found = reader.memory(memory["app_name"], memory["user_id"])
             assert found == {name: memory[name] for name in ("deleted", "entries")}
@@ -104,7 +94,7 @@ def test_reader_written_from_the_page_alone_reads_the_same(database: Path) -> No
 
 def changed(database: Path, case: Json) -> tuple[Json, tuple[str, str, str]]:
     """Change the database as the case says; return the stored session, and the ids to ask for."""
-    change(database, case)
+    vectors.change(database, case)
     original = CONTENTS["sessions"][case.get("session", 0)]["stored"]
     stored = copy.deepcopy(original)
     for path, value in case.get("set", ()):
@@ -116,7 +106,7 @@ def changed(database: Path, case: Json) -> tuple[Json, tuple[str, str, str]]:
     return stored, ids_of(original)
 
 
-@each_case(CASES)
+@vectors.each_case(CASES)
 async def test_change_is_rejected_as_named(database: Path, case: Json) -> None:
     stored, ids = changed(database, case)
 
@@ -127,11 +117,11 @@ async def test_change_is_rejected_as_named(database: Path, case: Json) -> None:
             await read_session(database, stored, ids)
 
     def read() -> None:
-        with reader_of(database, "integrations.json") as reader:
+        with vectors.reader_of(database, "integrations.json") as reader:
             if "memory" in case:
                 reader.memory(*case["memory"])
             else:
                 reader.wrapped_session(stored, *ids)
 
-    await assert_used_as_named(case, use)
-    assert_read_as_named(case, read)
+    await vectors.assert_used_as_named(case, use)
+    vectors.assert_read_as_named(case, read)

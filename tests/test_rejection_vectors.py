@@ -9,26 +9,17 @@ from google.adk.events import Event
 from google.adk.sessions.base_session_service import GetSessionConfig
 
 from adk_secure_sessions import EncryptedSessionService
+from tests import vector_databases as vectors
 from tests.sqlite_files import execute
-from tests.vector_databases import (
-    Json,
-    assert_read_as_named,
-    assert_used_as_named,
-    backends,
-    cases_of,
-    change,
-    copies_of,
-    each_case,
-    load,
-    reader_of,
-)
+from tests.vector_databases import Json
 
-CASES = cases_of("rejections.json")
-BACKENDS = backends("database.json")
+CASES = vectors.cases_of("rejections.json")
+BACKENDS = vectors.backends("database.json")
 ANY_SESSION = [
-    load("database.json")["sessions"][0][name] for name in ("app_name", "user_id", "session_id")
+    vectors.load("database.json")["sessions"][0][name]
+    for name in ("app_name", "user_id", "session_id")
 ]
-original = copies_of("database.sql")
+original = vectors.copies_of("database.sql")
 AES = 1
 
 
@@ -36,7 +27,7 @@ AES = 1
 def database(original: Path, case: Json) -> Path:
     """The database of the case."""
     shutil.copy(original, original.with_name("before.db"))
-    change(original, case)
+    vectors.change(original, case)
     return original
 
 
@@ -66,7 +57,7 @@ async def use(path: Path, case: Json) -> None:
 
 def read(path: Path, case: Json) -> None:
     """Do with the reader what the case says; a reader appends nothing."""
-    with reader_of(path, "database.json") as reader:
+    with vectors.reader_of(path, "database.json") as reader:
         app_name, user_id, session_id = ids(case).values()
         if case["when"] == "list":
             assert reader.listing(app_name, user_id)
@@ -77,15 +68,15 @@ def read(path: Path, case: Json) -> None:
             assert reader.current_key(AES, app_name, user_id) != case["not_with"]
 
 
-@each_case(CASES)
+@vectors.each_case(CASES)
 async def test_reader_written_from_the_page_alone_and_service_reject_the_database_as_named(
     database: Path, case: Json
 ) -> None:
-    assert_read_as_named(case, lambda: read(database, case))
-    await assert_used_as_named(case, lambda: use(database, case))
+    vectors.assert_read_as_named(case, lambda: read(database, case))
+    await vectors.assert_used_as_named(case, lambda: use(database, case))
 
 
-@each_case([one for one in CASES if "not_with" in one])
+@vectors.each_case([one for one in CASES if "not_with" in one])
 async def test_new_records_are_not_encrypted_with_the_named_key(database: Path, case: Json) -> None:
     before = _records(database)
     await use(database, case)
