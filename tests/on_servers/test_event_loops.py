@@ -133,7 +133,7 @@ def test_service_with_an_engine_is_closed_after_its_loop_was_closed(url: URL) ->
     asyncio.run(service.close())
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:(unclosed|.* was deleted while still open):ResourceWarning")
 def test_service_is_closed_in_one_loop_and_opened_again_in_the_next(
     url: URL, server: Server, no_resource_is_left: Callable[[], None]
 ) -> None:
