@@ -6,7 +6,7 @@ bucket contains the content of a version: see docs/format.md, "Blobs".
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
@@ -203,11 +203,9 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         if collection is None:
             return
         # Before the rows are deleted, because they name the blobs.
-        versions = versions_of(collection)
+        blobs = [version.blob for version in versions_of(collection) if version.blob is not None]
         if await self._collections.delete(address):
-            for version in versions:
-                if version.blob is not None:
-                    await self._mark_deleted(version.blob)
+            await self._mark_deleted(blobs)
 
     @audited_access("artifacts.list")
     async def list_versions(
@@ -345,14 +343,18 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
                 part.inline_data.data = content
         return part
 
-    async def _mark_deleted(self, blob: Blob) -> None:
-        """Mark a blob as deleted, unless another database wrote it, of which this may be a copy."""
-        if blob.prefix != (await self._collections.runner.keyring()).database_id.hex():
-            return
+    async def _mark_deleted(self, blobs: Sequence[Blob]) -> None:
+        """Mark *blobs* as deleted, except those of another database, of which this may be a copy.
+
+        After a failure, mark no more: each request to a store that does not answer takes a minute.
+        """
+        prefix = (await self._collections.runner.keyring()).database_id.hex()
         try:
-            await self._store.blobs(blob.prefix).mark(blob.name)
+            for blob in blobs:
+                if blob.prefix == prefix:
+                    await self._store.blobs(prefix).mark(blob.name)
         except ArtifactStoreError as error:
-            logger.warning("a blob that is not used any more is left to `purge blobs`: %s", error)
+            logger.warning("blobs that are not used any more are left to `purge blobs`: %s", error)
 
 
 reject_unknown_methods(EncryptedArtifactService, BaseArtifactService)
