@@ -2,9 +2,11 @@
 
 import asyncio
 import datetime
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 from google.adk.agents import LlmAgent
@@ -168,6 +170,15 @@ async def test_cache_expires_with_that_of_the_sessions(file_url: str) -> None:
         await add(memory, text_event("cat"))
         assert await found(memory, "cat") == ["cat"]
         assert (await sessions.collections.runner.cached_object(memory, dict)) == {}
+
+
+async def test_cache_ends_with_its_service(sessions: EncryptedSessionService) -> None:
+    memory = ours(sessions)
+    await add(memory, text_event("cat"))
+    cached = ref(await whole(memory))
+    del memory
+    gc.collect()
+    assert cached() is None
 
 
 async def test_memory_that_was_created_again_is_read_again(

@@ -5,10 +5,10 @@ added and dropped: see `formats.memory_items`.  The decrypted entries are cached
 `memory_index`.
 """
 
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 from google.adk.events import Event
@@ -365,11 +365,8 @@ class EncryptedMemoryService(HoldsSecrets, BaseMemoryService):
     # --- read ------------------------------------------------------------------------------------
 
     async def _cache(self) -> "_Cache":
-        # A forked process begins with an empty cache: a thread of the parent may hold the lock of
-        # a `UserMemory`, and be changing it.
-        key = (self, os.getpid())
-        runner = self._collections.runner
-        return await runner.cached_object(key, lambda: SizedLru(self._cache_entries))
+        make = partial(_Cache, self._cache_entries)
+        return await self._collections.runner.cached_object(self, make)
 
     async def _up_to_date(self, cache: "_Cache", address: Address) -> UserMemory | None:
         """Return the user's memory as it is stored now; read only items that are not cached."""

@@ -7,6 +7,7 @@ a lost connection are in `db.protocol.Retries`, the other limits in this module.
 
 import asyncio
 import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -228,7 +229,8 @@ class _OpenState(NamedTuple):
     row_cache: RowCache
     # Of sessions and collections, by their ids; and any one of each user, by app name and user id.
     identities: Lru[tuple[object, ...], Identity]
-    objects: dict[object, Any]  # see `OperationRunner.cached_object`
+    # See `OperationRunner.cached_object`.
+    objects: "WeakKeyDictionary[object, tuple[int, Any]]"
     emptied_at: float
     # The timers that empty the caches.  A strong reference would keep the event loop in memory.
     timers: "WeakKeyDictionary[asyncio.AbstractEventLoop, ref[asyncio.TimerHandle]]"
@@ -298,15 +300,17 @@ class OperationRunner:
     async def database_keys(self) -> DatabaseKeys:
         return (await self._ensure_open()).keys
 
-    async def cached_object(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that is kept for *key* until the caches are emptied; *make* returns a
-        new one.
+    async def cached_object(self, owner: object, make: Callable[[], T]) -> T:
+        """Return the object that is kept for *owner* until the caches are emptied, or until *owner*
+        is garbage-collected; *make* returns a new one.
+
+        A forked process gets a new one: a thread of the parent may have been changing the object.
         """
-        opened = await self._ensure_open()
-        if key not in opened.objects:
-            opened.objects[key] = make()
-        made: T = opened.objects[key]
-        return made
+        objects, process = (await self._ensure_open()).objects, os.getpid()
+        made: tuple[int, T] | None = objects.get(owner)
+        if made is None or made[0] != process:
+            made = objects[owner] = process, make()
+        return made[1]
 
     def empty_caches(self, emptied_at: float | None = None) -> None:
         """Empty the caches of unwrapped data keys, decrypted rows and ids; keep the keyring.
@@ -562,7 +566,7 @@ class OperationRunner:
             DatabaseKeys(keyring, backends.by_id, backends.writing_backend, Lru(sizes.data_keys)),
             RowCache(sizes.sessions, sizes.events),
             Lru(sizes.sessions),
-            {},
+            WeakKeyDictionary(),
             time.monotonic() + sizes.seconds,
             WeakKeyDictionary(),
         )
