@@ -4,6 +4,7 @@
 creates, and `without_evaluations` each request to its server.  `find_stores` is for `adk doctor`.
 """
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -47,6 +48,8 @@ _WRITES_PLAINTEXT = {
 # The second matches names and ids, which may contain the same words.
 _EVALUATIONS = re.compile(r"/(?:eval|tests)", re.IGNORECASE)
 _IDS_IN_PATH = re.compile(r"/apps?/[^/]+(?:/users/[^/]+(?:/sessions/[^/]+(?:/artifacts/.*)?)?)?")
+# This environment variable names the service for sessions and memories without a URI.
+_AGENT_ENGINE = "GOOGLE_CLOUD_AGENT_ENGINE_ID"
 # The schemes of google-adk's services that store plaintext.
 _PLAINTEXT_SCHEMES = {
     "agentengine", "file", "gs", "mariadb", "mysql", "postgresql", "rag", "sqlite",
@@ -77,7 +80,9 @@ def plaintext_causes(
         uri = uri_of(kind, arguments)
         option = f"--{URI_ARGUMENTS[kind][0]}"
         scheme = _scheme_of(uri, option) if uri is not None else None
-        if scheme is None and kind != "memory":  # without a URI, memories are not stored
+        if scheme is None and kind != "artifacts" and environment.get(_AGENT_ENGINE):
+            found[kind] = f"no {option}, and {_AGENT_ENGINE} is set"
+        elif scheme is None and kind != "memory":  # otherwise, memories are not stored
             found[kind] = f"no {option}, so in .adk"
         elif uri is not None and scheme in adk.SCHEMES:
             if adk.parse(uri).stores_plaintext:
@@ -153,7 +158,7 @@ def find_stores(agents_dir: str, arguments: Mapping[str, Any]) -> Iterator[Servi
     """Yield the store of each service, after loading `services.yaml` and `services.py`."""
     adk.register()  # as `adk-secure-sessions adk` does
     load_services_module(agents_dir)
-    found = plaintext_causes(arguments, {})
+    found = plaintext_causes(arguments, os.environ)
     for kind in SERVICES:
         if kind in found:
             yield ServiceStore(kind, Protection.PLAINTEXT, found[kind])
