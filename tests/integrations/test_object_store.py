@@ -729,9 +729,3 @@ async def test_store_of_obstore_can_be_given(server: s3.Server) -> None:
 )
 def test_other_clouds_can_be_opened(url: str, options: dict[str, Any]) -> None:
     ArtifactStore(url, options=options).blobs(PREFIX)
-
-
-@pytest.mark.parametrize("prefix", ["", "a/b", "..", "a b", "x" * 65])
-def test_prefix_is_one_simple_name(tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(ValueError, match="a prefix is"):
-        ArtifactStore(tmp_path).blobs(prefix)

@@ -119,8 +119,6 @@ class ArtifactStore(HoldsSecrets):
 
     def blobs(self, prefix: str) -> BlobStore:
         """Open the blobs under *prefix*; each database has its own prefix."""
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
-            raise ValueError("a prefix is 1 to 64 letters, digits, _ and -")
         if self._remote is not None:
             return _Bucket(self._remote, prefix, self._timeout)
         assert self._directory is not None

@@ -72,10 +72,7 @@ def collection_name(session_id: str | None, filename: str) -> str:
 def parse_name(collection: str) -> tuple[str | None, str] | None:
     """Return the arguments of `collection_name`; None if the collection stores no artifact."""
     kind, *rest = json.loads(collection)
-    if kind != _KIND:
-        return None
-    session_id, filename = rest
-    return session_id, filename
+    return (rest[0], rest[1]) if kind == _KIND else None
 
 
 def versions_of(collection: Collection | None) -> list[Version]:

@@ -6,8 +6,8 @@ bucket contains the content of a version: see docs/format.md, "Blobs".
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from google.adk.artifacts import BaseArtifactService, artifact_util
@@ -307,8 +307,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         pieces: AsyncIterable[bytes] | None,
         metadata: dict[str, Any] | None,
     ) -> int:
-        with _input_errors():
-            checked = json_text.exact_values(metadata or {}, _LEVELS, "custom_metadata")
+        checked = _exact_values(metadata or {}, "custom_metadata")
         values = {"part": part, "metadata": checked, "time": time.time()}
         return await add_version(self._collections, self._store, address, values, pieces)
 
@@ -374,12 +373,11 @@ async def _recording_rejections(
         raise
 
 
-@contextmanager
-def _input_errors() -> Iterator[None]:
-    """Replace a ValueError: `adk web` answers only an InputValidationError with status 400."""
+def _exact_values(values: JsonObject, name: str) -> JsonObject:
+    """Return *values* as JSON values; errors call them *name*."""
     try:
-        yield
-    except ValueError as error:
+        return json_text.exact_values(values, _LEVELS, name)
+    except ValueError as error:  # `adk web` answers only an InputValidationError with status 400
         raise InputValidationError(str(error)) from None
 
 
@@ -412,8 +410,7 @@ def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
         bare.inline_data = part.inline_data.model_copy(update={"data": None})
     elif part.text is not None:
         content, bare.text = encode_text(part.text), None
-    with _input_errors():
-        values = json_text.exact_values(dump_model(bare), _LEVELS, "artifact")
+    values = _exact_values(dump_model(bare), "artifact")
     if _parse_part(values) == bare:
         return values | ({"text": ""} if is_text else {}), content
     raise InputValidationError(
