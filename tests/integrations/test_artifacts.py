@@ -1,6 +1,7 @@
 """ADK's artifact contract: the same tests on our service and on ADK's own in-memory service."""
 
 from collections.abc import AsyncIterator
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +259,13 @@ async def test_bad_input_stores_nothing(
     for metadata in ({"f": print}, {"n": 10**5000}):
         with pytest.raises(InputValidationError, match="custom_metadata"):
             await ours.save_artifact(**HERE, artifact=text, custom_metadata=metadata)
-    with pytest.raises(InputValidationError, match="filename has more than 1024 bytes"):
-        await ours.save_artifact(**WHO, session_id="s", filename="x" * 1025, artifact=text)
+    for name, reason in (("x" * 1025, "more than 1024 bytes"), ("\ud800", "a lone surrogate")):
+        with pytest.raises(InputValidationError, match=f"filename has {reason}"):
+            await ours.save_artifact(**WHO, session_id="s", filename=name, artifact=text)
+    mime_types: list[Any] = [guess_type("a.txt"), "SECRET\ud800"]
+    for mime_type in mime_types:
+        with pytest.raises(InputValidationError, match="artifact"):
+            await ours.save_stream(**HERE, pieces=pieces(b"x"), mime_type=mime_type)
     with pytest.raises(InputValidationError, match="user_id has more than 1024 bytes"):
         await ours.list_artifact_keys(**WHO | {"user_id": "x" * 1025})
     with pytest.raises(ConfigurationError):
@@ -316,9 +322,3 @@ async def test_part_that_could_not_be_read_back_is_not_stored(
     assert "SECRET" not in str(rejection.value)
     assert await ours.list_artifact_keys(**WHO, session_id="s1") == []
     assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
-
-
-async def test_name_with_a_lone_surrogate_is_rejected(ours: EncryptedArtifactService) -> None:
-    with pytest.raises(InputValidationError, match="filename has a lone surrogate"):
-        await ours.save_artifact(**HERE | {"filename": "\ud800"}, artifact=types.Part(text="x"))
-    assert await ours.list_artifact_keys(**WHO) == []

@@ -257,7 +257,7 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         the errors that *pieces* raises.  If *pieces* raises an error, nothing is stored.
         """
         address = _address(app_name, user_id, filename, session_id)
-        part = {"inline_data": {"mime_type": mime_type}}
+        part, _ = split_part(_as_part({"inline_data": {"mime_type": mime_type}}))
         return await self._save(address, part, pieces, custom_metadata)
 
     @audited_access("artifact.read")
@@ -398,7 +398,9 @@ def _as_part(artifact: object) -> types.Part:
     if isinstance(artifact, dict):
         with suppress(ValueError):
             return validate_model(types.Part, artifact)
-    raise InputValidationError("artifact must be a Part, or a dictionary with fields of a Part.")
+    raise InputValidationError(
+        "artifact must be a Part, or a dictionary with fields of a Part; mime_type must be a string"
+    )
 
 
 def split_part(part: types.Part) -> tuple[JsonObject, bytes | None]:
