@@ -263,10 +263,6 @@ DEBUG_PLUGIN = "google.adk.plugins.debug_logging_plugin.DebugLoggingPlugin"
     [
         ({}, {"sessions": "no --session_service_uri, so in .adk",
               "artifacts": "no --artifact_service_uri, so in .adk"}),
-        ({"session_service_uri": ENCRYPTED},
-         {"artifacts": "no --artifact_service_uri, so in .adk"}),
-        ({"artifact_service_uri": "memory://"},
-         {"sessions": "no --session_service_uri, so in .adk"}),
         (BOTH, {}),
         (BOTH | {"memory_service_uri": "memory://"}, {}),
         (BOTH | {"memory_service_uri": "sqlite:///m.db"},

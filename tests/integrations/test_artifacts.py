@@ -118,12 +118,16 @@ async def test_versions_are_counted_and_kept(service: BaseArtifactService) -> No
     assert await service.get_artifact_version(**HERE, version=1) == listed[1]
 
 
-async def test_unknown_artifacts(service: BaseArtifactService) -> None:
-    assert await service.load_artifact(**HERE) is None
-    assert await service.list_versions(**HERE) == []
-    assert await service.list_artifact_versions(**HERE) == []
-    assert await service.get_artifact_version(**HERE) is None
-    assert await service.list_artifact_keys(**WHO) == []
+async def test_unknown_and_deleted_artifacts(service: BaseArtifactService) -> None:
+    for _ in range(2):  # not saved yet, and deleted
+        assert await service.load_artifact(**HERE) is None
+        assert await service.list_versions(**HERE) == []
+        assert await service.list_artifact_versions(**HERE) == []
+        assert await service.get_artifact_version(**HERE) is None
+        assert await service.list_artifact_keys(**WHO, session_id="s1") == []
+        for version in range(2):
+            assert await service.save_artifact(**HERE, artifact=types.Part(text="x")) == version
+        await service.delete_artifact(**HERE)
     await service.delete_artifact(**HERE)
 
 
@@ -158,15 +162,6 @@ async def test_names_belong_to_a_session_or_to_the_user(service: BaseArtifactSer
         await save("b.txt", None)
     with pytest.raises(InputValidationError):
         await service.load_artifact(**WHO, filename="b.txt")
-
-
-async def test_deleted_artifact_begins_again_with_version_0(service: BaseArtifactService) -> None:
-    for _ in range(2):
-        await service.save_artifact(**HERE, artifact=types.Part(text="old"))
-    await service.delete_artifact(**HERE)
-    assert await service.load_artifact(**HERE) is None
-    assert await service.list_versions(**HERE) == []
-    assert await service.save_artifact(**HERE, artifact=types.Part(text="new")) == 0
 
 
 def reference(session_id: str | None, filename: str, version: int = 0) -> types.Part:

@@ -528,10 +528,8 @@ def test_doctor_says_what_each_service_would_store(
 
 def test_doctor_says_that_agent_engine_would_store_what_has_no_uri(agents: Path) -> None:
     variables = {"ADK_SECURE_SESSIONS_URI": "", "GOOGLE_CLOUD_AGENT_ENGINE_ID": "7"}
-    sessions, _, memory = run("adk", "doctor", str(agents), **variables).stdout.splitlines()[:3]
-    for line in (sessions, memory):
-        assert line.endswith("_service_uri, and GOOGLE_CLOUD_AGENT_ENGINE_ID is set")
-        assert line.split()[1] == "plaintext"
+    said = run("adk", "doctor", str(agents), **variables)
+    assert len(re.findall("plaintext .* GOOGLE_CLOUD_AGENT_ENGINE_ID is set\n", said.stdout)) == 2
 
 
 @pytest.mark.parametrize(
