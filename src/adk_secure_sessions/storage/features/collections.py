@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from adk_secure_sessions.concurrency import LoopLocks
 from adk_secure_sessions.db.protocol import Change, Conflict, Read, Row, Steps
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.formats.records import (
@@ -67,6 +68,7 @@ class Collections:
     def __init__(self, runner: OperationRunner) -> None:
         self.runner: OperationRunner = runner
         self._feature = Feature(runner, FeatureName.COLLECTIONS)
+        self._locks = LoopLocks()
 
     async def of_user(self, app_name: str, user_id: str) -> list[Collection]:
         """Return all collections of a user that have items, without the items."""
@@ -97,17 +99,18 @@ class Collections:
             raise ValueError(f"the name of a collection has at most {MAX_NAME_BYTES} bytes")
         identity = await self.runner.identify(*address, True)
         await self._feature.ensure()
-        while True:
-            collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
-            try:
-                if collection is None:
-                    creation = writes.CreateSession(identity, {}, {}, b"{}", time_now())
-                    created = await self.runner.run(creation)
-                    collection = Collection(address[2], created.session.id_and_revision)
-                plaintext = item if isinstance(item, bytes) else item(collection)
-                return await self.append_at(collection.version, address, plaintext)
-            except (writes.DuplicateSession, writes.StaleRevision, writes.MissingSession):
-                pass  # another task or process has just changed the collection
+        async with self._locks.lock(address):  # 200 tasks at once would make 20,000 attempts
+            while True:
+                collection = await self._read(identity, 0 if isinstance(item, bytes) else 1)
+                try:
+                    if collection is None:
+                        creation = writes.CreateSession(identity, {}, {}, b"{}", time_now())
+                        created = await self.runner.run(creation)
+                        collection = Collection(address[2], created.session.id_and_revision)
+                    plaintext = item if isinstance(item, bytes) else item(collection)
+                    return await self.append_at(collection.version, address, plaintext)
+                except (writes.DuplicateSession, writes.StaleRevision, writes.MissingSession):
+                    pass  # another event loop or process has just changed the collection
 
     async def append_at(
         self,
