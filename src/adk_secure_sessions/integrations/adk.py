@@ -14,7 +14,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from types import FrameType
@@ -24,7 +23,7 @@ from urllib.parse import parse_qsl, unquote
 from adk_secure_sessions.audit import Audit
 from adk_secure_sessions.backends.registry import DEFAULT, NAMES, NO_OP, backends_for
 from adk_secure_sessions.caches import Caches
-from adk_secure_sessions.concurrency import ThreadLock, context_value
+from adk_secure_sessions.concurrency import ThreadLock
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats.records import COMPRESSIONS, PADDINGS, Packing
 from adk_secure_sessions.formats.times import parse_age
@@ -178,20 +177,14 @@ def parse(uri: str) -> ServiceUri:
 
 # --- The functions that google-adk calls ----------------------------------------------------------
 
-_parses_only: ContextVar[bool] = ContextVar("parses_only", default=False)
-
-
-def parsing_only() -> AbstractContextManager[object]:
-    """In the block, let the three functions below return the parsed `ServiceUri`, not a service.
-
-    This needs no root key.  `adk doctor` thus learns whether google-adk would call them.
-    """
-    return context_value(_parses_only, True)
+# If True, the three functions below return the parsed `ServiceUri`, not a service, which needs no
+# root key.  `adk doctor` thus learns whether google-adk would call them.
+parses_only: ContextVar[bool] = ContextVar("parses_only", default=False)
 
 
 def _service(parsed: ServiceUri, make: Callable[[EncryptedSessionService], T]) -> T:
-    """Return what *make* makes of the session service; in `parsing_only`, return *parsed*."""
-    return cast(T, parsed) if _parses_only.get() else make(_shared_service(parsed))
+    """Return what *make* makes of the session service, or *parsed* if `parses_only`."""
+    return cast(T, parsed) if parses_only.get() else make(_shared_service(parsed))
 
 
 @hides_locals

@@ -4,7 +4,7 @@ A version in the target has the number, the time, the metadata and the type of t
 source.  So the target itself tells what was copied, and a later run continues there.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal, TypeAlias
@@ -215,7 +215,12 @@ class _ArtifactRun:
         """Return the counter of the artifact, and the reason of a finding, if there is one."""
         if artifact.problem:
             raise ConversionError(artifact.problem)
-        _check_numbers([version.number for version in artifact.versions])
+        gap = next((n for n, one in enumerate(artifact.versions) if one.number != n), None)
+        if gap is not None:  # no copy could keep the later versions
+            raise ConversionError(
+                f"version {gap} is missing, but later versions exist, whose numbers would change: "
+                f"add a version {gap} to the source, or delete the artifact there"
+            )
         owner = artifact.owner
         check_ids(*owner, artifact.session_id or "", filename=artifact.filename)
         address = (*owner, collection_name(artifact.session_id, artifact.filename))
@@ -255,16 +260,6 @@ class _ArtifactRun:
             return True
         content = self.store.blobs(copy.blob.prefix).read(copy.blob)
         return await _digest(version.content()) == await _digest(content)
-
-
-def _check_numbers(numbers: Sequence[int]) -> None:
-    """Raise ConversionError if a number is missing, because no copy could keep the later ones."""
-    missing = next((n for n, number in enumerate(numbers) if n != number), None)
-    if missing is not None:
-        raise ConversionError(
-            f"version {missing} is missing, but later versions exist, whose numbers would change: "
-            f"add a version {missing} to the source, or delete the artifact there"
-        )
 
 
 async def _digest(pieces: AsyncIterator[bytes]) -> bytes:

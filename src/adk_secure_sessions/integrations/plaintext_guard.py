@@ -18,6 +18,7 @@ from google.adk.sessions import InMemorySessionService
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.errors import ConfigurationError, SecureSessionError
 from adk_secure_sessions.integrations import adk
 from adk_secure_sessions.integrations.plaintext_leaks import (
@@ -173,7 +174,7 @@ def _probe(uri: str, create: Callable[[str], Any]) -> tuple[Protection, str]:
     """Return what the service that *create* makes for *uri* stores, and where."""
     scheme = urlsplit(uri).scheme
     try:
-        with adk.parsing_only():
+        with context_value(adk.parses_only, True):
             service = create(uri)
     except Exception as error:  # any error of the application's code, whose text may quote the URI
         reason = f": {error}" if isinstance(error, SecureSessionError) else ""
