@@ -63,7 +63,7 @@ def _complete_table(
     "--row",
     metavar="KEY",
     help="Id of the row; for events, items and snapshots, of the row of the session or collection; "
-    "for a witness, its tag.",
+    "for a version witness, its blind index.",
 )
 @click.option(
     "--limit",

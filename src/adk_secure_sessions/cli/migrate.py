@@ -40,14 +40,15 @@ _SOURCE_OPTIONS = (
         "db_url",
         required=True,
         metavar="URL",
-        help="URL of the database to copy from: google-adk's, or one of this package.",
+        help="URL of the database to copy from: one of google-adk, of this package, or of 1.x.",
     ),
     click.option(
         "--from-key",
         "keys",
         multiple=True,
         metavar="SPEC",
-        help="Key spec of a root key of the source, if the source is encrypted; repeatable.",
+        help="Key spec of a root key of the source, if the source is encrypted; with 1.x, of a key "
+        "or a passphrase.  Repeatable.",
     ),
     click.option(
         "--from-backend",

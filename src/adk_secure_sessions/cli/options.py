@@ -109,7 +109,7 @@ TARGET_URL_OPTION = click.option(
     show_envvar=True,
     required=True,
     metavar="URL",
-    help="URL of the encrypted database to copy to, which is created if it does not exist.",
+    help="URL of the encrypted database to copy to.  Only `copy` creates it, if it does not exist.",
 )
 _URL_OPTION = _common_option(
     "--db", required=True, metavar="URL", help="URL of the database, such as sqlite:///sessions.db."
