@@ -632,6 +632,11 @@ def test_spec_that_is_none_is_answered_with_all_schemes_and_not_repeated(spec: s
     )
 
 
+def test_key_file_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="key file '/nowhere/root.key': No such file"):
+        key_provider("file:/nowhere/root.key")
+
+
 def test_backends_take_specs_and_providers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", TEXT)
     provider = PassphraseKey(WORDS)

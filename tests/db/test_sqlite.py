@@ -239,10 +239,10 @@ def test_interrupt_leaves_no_other_one_waiting_and_no_open_file(
         finally:  # `asyncio.run` cancels this task
             ended = asyncio.gather(blocker, first, *others, return_exceptions=True)
             await asyncio.wait_for(ended, 5)
-            rows.extend(await stored(executor))
+            rows[:] = await stored(executor)
             await executor.close()
 
-    rows: list[int] = []
+    rows = [-1]
     gc.collect()
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt):
