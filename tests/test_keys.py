@@ -633,7 +633,7 @@ def test_spec_that_is_none_is_answered_with_all_schemes_and_not_repeated(spec: s
 
 
 def test_key_file_that_cannot_be_read_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="key file '/nowhere/root.key': No such file"):
+    with pytest.raises(ConfigurationError, match=r"file '/nowhere/root\.key': No such file"):
         key_provider("file:/nowhere/root.key")
 
 
