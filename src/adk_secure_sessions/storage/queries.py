@@ -117,6 +117,8 @@ MASTER_KEYS = sa.select(keyring.c.id, *map(null_if_invalid, list(keyring.c)[1:])
 DATA_KEYS: sa.Select[Any] = sa.select(data_keys.c.id, *map(null_if_invalid, list(data_keys.c)[1:]))
 
 
+_LABELS = ("kind", *"abcdefghijk")
+_NULL = sa.cast(sa.null(), sa.LargeBinary)
 # The type of the rows of each kind, and the function that selects their values.
 _ROW_LAYOUTS: list[tuple[Any, Callable[[Row], Any]]] = []
 
@@ -129,16 +131,20 @@ class RowKind:
     """
 
     def __init__(self, row_type: type, columns: Iterable[sa.ColumnElement[Any]]) -> None:
-        self._integers: list[Any] = []
-        self._blobs: list[Any] = []
+        integers: list[Any] = []
+        blobs: list[Any] = []
         positions = []
         for column in columns:
             is_integer = isinstance(column.type, sa.Integer)
-            values, offset = (self._integers, 0) if is_integer else (self._blobs, _INTEGERS)
+            values, offset = (integers, 0) if is_integer else (blobs, _INTEGERS)
             values.append(column)
             positions.append(offset + len(values))
         self.number: int = len(_ROW_LAYOUTS)
         _ROW_LAYOUTS.append((row_type, itemgetter(*positions)))
+        integers += [_ZERO] * (_INTEGERS - len(integers))
+        blobs += [_NULL] * (_BLOBS - len(blobs))
+        values = [sa.literal_column(str(self.number)), *integers, *blobs]
+        self._columns = [value.label(name) for value, name in zip(values, _LABELS, strict=True)]
 
     def select(
         self, *conditions: sa.ColumnElement[bool], extra_integer: Any = None, extra_blob: Any = None
@@ -146,19 +152,14 @@ class RowKind:
         """Return a SELECT of the rows for which *conditions* hold; *extra_integer* and *extra_blob*
         are the SQL expressions of the last integer and the last binary value.
         """
-        columns = [sa.literal_column(str(self.number)), *self._integers]
-        columns += [_ZERO] * (1 + _INTEGERS - len(columns))
+        columns = self._columns.copy()
         if extra_integer is not None:
-            columns[_INTEGERS] = extra_integer
-        columns += self._blobs
-        columns += [sa.cast(sa.null(), sa.LargeBinary)] * (1 + _INTEGERS + _BLOBS - len(columns))
+            columns[_INTEGERS] = extra_integer.label(_LABELS[_INTEGERS])
         if extra_blob is not None:
-            columns[-1] = extra_blob
-        labels = (column.label(name) for column, name in zip(columns, _LABELS, strict=True))
-        return sa.select(*labels).where(*conditions)
+            columns[-1] = extra_blob.label(_LABELS[-1])
+        return sa.select(*columns).where(*conditions)
 
 
-_LABELS = ("kind", *"abcdefghijk")
 _APP_KIND = RowKind(AppRow, apps.c)
 _USER_KIND = RowKind(UserRow, users.c)
 _WITNESS_KIND = RowKind(WitnessRow, witnesses.c)
