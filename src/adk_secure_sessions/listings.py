@@ -13,8 +13,8 @@ from adk_secure_sessions.storage import reads
 MAX_PAGE = 1000  # sessions or events
 
 _ROW_ID = "([0-9a-f]{1,15}|[0-7][0-9a-f]{15})"  # at most 63 bits
-_POSITION = re.compile(rf"{_ROW_ID}\.{_ROW_ID}")
-_EVENT_POSITION = re.compile(rf"{_ROW_ID}\.([0-9a-f]{{1,10}})\.([0-9a-f]{{{2 * LINK_LENGTH}}})")
+_POSITION = rf"{_ROW_ID}\.{_ROW_ID}"
+_EVENT_POSITION = rf"{_ROW_ID}\.([0-9a-f]{{1,10}})\.([0-9a-f]{{{2 * LINK_LENGTH}}})"
 
 
 class SessionPage(NamedTuple):
@@ -85,11 +85,11 @@ def parse_event_position(after: str | None) -> reads.EventPosition | None:
     )
 
 
-def _match(form: re.Pattern[str], after: str | None) -> re.Match[str] | None:
+def _match(form: str, after: str | None) -> re.Match[str] | None:
     """Return the match of *after*; None for the first page, for which *after* is None."""
     if after is None:
         return None
-    match = form.fullmatch(after) if isinstance(after, str) else None
+    match = re.fullmatch(form, after) if isinstance(after, str) else None
     if match is None:
         raise ValueError("after must be `next` of the page before")
     return match

@@ -43,9 +43,9 @@ _MAX_DECIMAL_BITS = 2**20
 # Parses any JSON object without creating Python values.
 _PARSER = SchemaValidator(core_schema.model_fields_schema({}, extra_behavior="ignore"))
 # The escape of a surrogate in JSON, such as \ud800.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_SURROGATE = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 # A list or an object without elements.  It may also match inside a string.
-_EMPTY = re.compile(rb"\[[ \t\n\r]*\]|\{[ \t\n\r]*\}")
+_EMPTY = rb"\[[ \t\n\r]*\]|\{[ \t\n\r]*\}"
 # The versions of google-adk that error messages quote.  Another text may contain anything.
 _VERSION = re.compile(r"\d{1,4}(?:\.\d{1,6}){1,3}[a-z0-9.+]{0,20}")
 
@@ -83,7 +83,7 @@ def _may_exceed(data: bytes, levels: int) -> bool:
 def _has_at_most_levels(data: bytes, levels: int) -> bool:
     # If the deepest list or object may be empty, give it an element: the parser then counts it.
     return _parses(data, levels - 1) or (
-        _parses(data, levels) and _parses(_EMPTY.sub(b"[0]", data), levels)
+        _parses(data, levels) and _parses(re.sub(_EMPTY, b"[0]", data), levels)
     )
 
 
@@ -423,8 +423,8 @@ def _loads_slowly(data: bytes, levels: int) -> Any:
         pass
     # pydantic rejects lone surrogates.  So check the limits with spaces in their place, and parse
     # the JSON with Python's module `json`, which accepts them.
-    if _SURROGATE.search(data) and is_within_limits(
-        _SURROGATE.sub(rb"\\u0020", data).lstrip(), levels
+    if re.search(_SURROGATE, data) and is_within_limits(
+        re.sub(_SURROGATE, rb"\\u0020", data).lstrip(), levels
     ):
         try:
             # int() rejects more digits than a setting of the process allows.

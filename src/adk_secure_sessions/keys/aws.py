@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from botocore.exceptions import ClientError
 
 _ARN = r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:(?:key|alias)/[\w/-]+"
-_NAME = re.compile(rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})", re.ASCII)
+_NAME = rf"(?:{_ARN}|alias/[\w/-]+|mrk-[0-9a-f]{{32}}|[0-9a-f-]{{36}})"
 # The name of the only entry in the "encryption context", which KMS authenticates.  CloudTrail logs
 # the encryption context, so the value of the entry is only a hash of the associated data.
 _CONTEXT = "adk-secure-sessions"
@@ -112,7 +112,7 @@ class AwsKmsKey(RemoteKey):
         require("aws", "botocore")
         from botocore import UNSIGNED
 
-        named = _NAME.fullmatch(key)
+        named = re.fullmatch(_NAME, key, re.ASCII)
         if named is None:
             raise ConfigurationError("a key of AWS KMS is an ARN, alias/NAME or a key id")
         super().__init__(

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from google.auth.credentials import Credentials
     from google.cloud.kms import KeyManagementServiceAsyncClient
 
-_NAME = re.compile(
-    r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
-)
+_NAME = r"projects/[\w.:-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+"
 # The addresses of metadata services that are not link-local: of Google and of AWS.
 _METADATA_IPV6 = ("fd20:ce::254", "fd00:ec2::254")
 # The variables with which an operator sets the address of Google's metadata service.
@@ -82,7 +80,7 @@ class GcpKmsKey(RemoteKey):
         attempts: int = ATTEMPTS,
     ) -> None:
         require("gcp", "google.cloud.kms", "google_crc32c")
-        if not _NAME.fullmatch(key):
+        if not re.fullmatch(_NAME, key, re.ASCII):
             raise ConfigurationError(
                 "a key of Cloud KMS is written projects/P/locations/L/keyRings/R/cryptoKeys/K"
             )

@@ -20,7 +20,7 @@ from adk_secure_sessions.keys.remote import ATTEMPTS, TIMEOUT, RemoteKey, in_dae
 
 # Maps an error of python-pkcs11 to the cause and the advice in our error.  An error is named by its
 # class, or if it has no class of its own, by its code: vendors define codes, too.
-_UNMAPPED = re.compile(r"Unmapped error code (0x[0-9a-f]+)")
+_UNMAPPED = "Unmapped error code (0x[0-9a-f]+)"
 _INITIALIZED = "already initialized"  # a part of the text for CKR_CRYPTOKI_ALREADY_INITIALIZED
 _ADVICE = {
     "MechanismInvalid": ("the module has no AES-GCM", "use a module with CKM_AES_GCM"),
@@ -193,7 +193,7 @@ class Pkcs11Key(RemoteKey):
         return key
 
     def _token_error(self, error: Exception, *, at_login: bool) -> KeyServiceError:
-        unmapped = _UNMAPPED.fullmatch(str(error))
+        unmapped = re.fullmatch(_UNMAPPED, str(error))
         name = unmapped[1] if unmapped else type(error).__name__
         if _INITIALIZED in str(error):
             return self._error(

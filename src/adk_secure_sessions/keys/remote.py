@@ -45,7 +45,7 @@ _LOGGERS = (
     "urllib3",
 )
 # The host and the port in a URL, without a user name.
-_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][@:\\\s]+)(:[0-9]*)?")
+_AUTHORITY = r"(\[[0-9A-Fa-f:.]+\]|[^][@:\\\s]+)(:[0-9]*)?"
 # The threads of `in_daemon_thread` whose callers were cancelled; how many may run at the same time.
 _abandoned: list[threading.Thread] = []
 _MAX_ABANDONED = 100
@@ -251,7 +251,7 @@ def check_transport(url: str, service: str = "a key service") -> None:
         parts = urlsplit(url)
         # Some libraries connect to another host than the one that `urlsplit` finds if this part has
         # a backslash.  Some log a password in it.
-        if parts.port == 0 or not _AUTHORITY.fullmatch(parts.netloc) or not url.isprintable():
+        if parts.port == 0 or not re.fullmatch(_AUTHORITY, parts.netloc) or not url.isprintable():
             raise ValueError
     except ValueError:  # also of `urlsplit` or of `port`
         raise ConfigurationError(

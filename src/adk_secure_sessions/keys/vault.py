@@ -31,10 +31,10 @@ from adk_secure_sessions.keys.remote import (
 if TYPE_CHECKING:
     import httpx
 
-_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
-_CIPHERTEXT = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
+_PATH = r"[\w.-]+(/[\w.-]+)*"
+_CIPHERTEXT = "vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})"
 # A token and a namespace are sent as HTTP headers.
-_HEADER_VALUE = re.compile(r"[!-~]+")
+_HEADER_VALUE = "[!-~]+"
 _VERSION_LENGTH = 4
 _DIGEST_LENGTH = 32
 _MAX_ANSWER = 1024 * 1024  # bytes
@@ -160,7 +160,7 @@ class VaultKey(RemoteKey):
         answer = await self._transit(
             "encrypt", plaintext=_base64(content), associated_data=_base64(associated_data)
         )
-        ciphertext = _CIPHERTEXT.fullmatch(str(answer.get("ciphertext")))
+        ciphertext = re.fullmatch(_CIPHERTEXT, str(answer.get("ciphertext")))
         if ciphertext is None:
             raise self._unexpected_answer_error()
         # Store bytes, not Vault's base64 text.  Several base64 texts decode to the same bytes, so a
@@ -212,7 +212,7 @@ class VaultKey(RemoteKey):
         try:
             # In a thread, so that the timeout also ends the read of a named pipe (FIFO).
             token = (await in_daemon_thread(path.read_bytes)).decode("ascii").strip()
-            if _HEADER_VALUE.fullmatch(token):
+            if re.fullmatch(_HEADER_VALUE, token):
                 return token
         except TimeoutError:
             raise  # the file may be good: this is about threads that have not ended
@@ -224,7 +224,7 @@ class VaultKey(RemoteKey):
         status, content = await self._post(client, self._login_path, login, None)
         if status == _OK:
             token = self._parse_answer(content, "auth").get("client_token")
-            if isinstance(token, str) and _HEADER_VALUE.fullmatch(token):
+            if isinstance(token, str) and re.fullmatch(_HEADER_VALUE, token):
                 return token
             raise self._unexpected_answer_error()
         raise self._error(
@@ -309,11 +309,11 @@ class VaultKey(RemoteKey):
 
 
 def _is_path(text: str) -> bool:
-    return _PATH.fullmatch(text) is not None and ".." not in text
+    return re.fullmatch(_PATH, text, re.ASCII) is not None and ".." not in text
 
 
 def _check_header(value: str | None, name: str) -> None:
-    if value and not _HEADER_VALUE.fullmatch(value):
+    if value and not re.fullmatch(_HEADER_VALUE, value):
         raise ConfigurationError(
             f"the {name} for Vault has characters other than printable ASCII, or spaces"
         )

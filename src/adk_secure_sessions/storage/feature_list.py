@@ -5,6 +5,7 @@ before the first row that uses it is stored.  Afterwards, those releases reject 
 """
 
 import hmac
+import re
 from collections.abc import Callable
 from functools import partial
 from weakref import ref
@@ -55,7 +56,7 @@ def load_features(survey: Survey, keyring: Keyring) -> None:
     keyring.has_audit_table = audit_records.name in survey.tables
     if FeatureName.SEPARATING not in survey.features:
         return
-    match = SEPARATION_FORM.fullmatch(str(survey.meta_texts.get(meta.SEPARATION)))
+    match = re.fullmatch(SEPARATION_FORM, str(survey.meta_texts.get(meta.SEPARATION)))
     if match is None or not hmac.compare_digest(
         keyring.index_master.mac("separation", keyring.database_id, match["text"]).hex(),
         match["mac"],

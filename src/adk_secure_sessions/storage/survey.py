@@ -62,14 +62,12 @@ _UNFINISHED: dict[str, str] = {
     ),
 }
 _FEATURE_NAME = "[a-z][-a-z0-9_.]*"
-_FEATURES_FORM = re.compile(
-    rf"(?P<names>-|{_FEATURE_NAME}(?:,{_FEATURE_NAME})*) (?P<mac>[0-9a-f]{{32}})"
-)
-SEPARATION_FORM: re.Pattern[str] = re.compile(
+_FEATURES_FORM = rf"(?P<names>-|{_FEATURE_NAME}(?:,{_FEATURE_NAME})*) (?P<mac>[0-9a-f]{{32}})"
+SEPARATION_FORM = (
     r"(?P<text>(?P<old>[0-9a-f]{32}) (?P<since>\d{1,19})(?P<masters>( \d{1,19})+)) "
     r"(?P<mac>[0-9a-f]{32})"
 )
-_ID = re.compile("[0-9a-f]{32}")
+_ID = "[0-9a-f]{32}"
 _NO_ID = "secure_meta has no valid database id: restore that table from a backup"
 # The errors of SQLite for a file that cannot be used have names that begin with one of these.
 _UNUSABLE = ("SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
@@ -144,14 +142,14 @@ class Survey(NamedTuple):
         text = self.meta_texts.get(meta.DATABASE_ID)
         if text is None:
             return None
-        if not isinstance(text, str) or not _ID.fullmatch(text):
+        if not isinstance(text, str) or not re.fullmatch(_ID, text):
             raise ConfigurationError(_NO_ID)
         return bytes.fromhex(text)
 
     @property
     def feature_list(self) -> re.Match[str]:
         """The stored feature list, in the groups `names` and `mac`; or ConfigurationError."""
-        match = _FEATURES_FORM.fullmatch(str(self.meta_texts.get(meta.FEATURES)))
+        match = re.fullmatch(_FEATURES_FORM, str(self.meta_texts.get(meta.FEATURES)))
         if match is None:
             raise ConfigurationError(
                 "the row `features` of secure_meta is missing or malformed: restore that table "
@@ -167,7 +165,7 @@ class Survey(NamedTuple):
     @property
     def separated_from(self) -> str | None:
         """The id of the original, in hexadecimal, if `separate` has not ended."""
-        match = SEPARATION_FORM.fullmatch(str(self.meta_texts.get(meta.SEPARATION)))
+        match = re.fullmatch(SEPARATION_FORM, str(self.meta_texts.get(meta.SEPARATION)))
         return None if match is None else match["old"]
 
     def reject_new(self) -> None:
