@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TextIO, TypeVa
 from adk_secure_sessions.concurrency import context_value
 from adk_secure_sessions.errors import ConfigurationError, DecryptionError
 from adk_secure_sessions.hiding import coroutine_hiding_locals, hides_locals
-from adk_secure_sessions.results import Result
 from adk_secure_sessions.telemetry import call_measured, count_rejected
 
 if sys.platform != "win32":
@@ -300,7 +299,6 @@ def audited_access(
     """
 
     def decorate(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-        signature = inspect.signature(method)
         function: Callable[..., Awaitable[T]] = method
 
         # Gets the arguments of the call in two objects, since each `**` copies them.
@@ -315,7 +313,7 @@ def audited_access(
                 except DecryptionError as error:
                     record_rejected(error)
                     raise
-            ids = _ids_of(signature.bind(*args, **kwargs).arguments)
+            ids = _ids_of(_signature_of(method).bind(*args, **kwargs).arguments)
             access = AccessCall(trail, action, id_facts, ids)
             return await access.run(partial(function, *args, **kwargs))
 
@@ -337,6 +335,7 @@ def audited_access(
     return decorate
 
 
+_signature_of = cache(inspect.signature)
 _MAX_ID_CHARACTERS = 1024  # the call rejects longer ids, and the rest is not recorded
 _IS_OFF = (
     "the service has audit=, but no access is recorded: switch the logger "
@@ -553,7 +552,7 @@ class CommandCall(AuditedCall):
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:
         outcome = "failure" if error else "success"
-        facts = result.facts or None if isinstance(result, Result) else None
+        facts = getattr(result, "facts", None) or None  # of a `Result`
         return new_entry("command", **self._facts, outcome=outcome, error=error, result=facts)
 
 

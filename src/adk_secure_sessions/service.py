@@ -3,9 +3,9 @@
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, Literal, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar
 
 import sqlalchemy as sa
 from google.adk.errors.already_exists_error import AlreadyExistsError
@@ -42,7 +42,6 @@ from adk_secure_sessions.listings import (
 )
 from adk_secure_sessions.storage import reads, writes
 from adk_secure_sessions.storage.features.audit_trail import auditing_for
-from adk_secure_sessions.storage.features.collections import Collections
 from adk_secure_sessions.storage.features.expiry import Expiry
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
@@ -58,6 +57,9 @@ from adk_secure_sessions.storage.schema import (
     users,
 )
 from adk_secure_sessions.telemetry import measured
+
+if TYPE_CHECKING:
+    from adk_secure_sessions.storage.features.collections import Collections
 
 try:
     from google.adk.errors import StaleSessionError as StaleSessionError
@@ -176,14 +178,20 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._runner = runner
         self._expiry = Expiry(runner)
         self._search_index = SearchIndex(runner, indexed_state_keys)
-        # The collections, in which other services of this package store artifacts and memory.
-        self.collections: Collections = Collections(runner)
         self._skips_unreadable = skip_unreadable_sessions
         self._page_options = partial(page_options, skips_unreadable=skip_unreadable_sessions)
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
         self._auditing = auditing_for(runner, audit)
+
+    @cached_property
+    def collections(self) -> "Collections":
+        """The collections, in which other services of this package store artifacts and memory."""
+        # Imported here because most applications do not use these services.
+        from adk_secure_sessions.storage.features.collections import Collections
+
+        return Collections(self._runner)
 
     @property
     def backend(self) -> EncryptionBackend:

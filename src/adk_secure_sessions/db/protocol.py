@@ -29,6 +29,7 @@ from adk_secure_sessions.errors import SecureSessionError
 T = TypeVar("T")
 Row = Sequence[Any]
 Parameters = Mapping[str, object]
+Reader = Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]  # `read` of an executor
 
 
 class UniqueViolation(Exception):

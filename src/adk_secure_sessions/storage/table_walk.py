@@ -2,18 +2,17 @@
 
 import functools
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Parameters, Row
+from adk_secure_sessions.db.protocol import Reader, Row
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import queries as sql
 
 T = TypeVar("T")
 R = TypeVar("R")
-Reader = Callable[[sa.Executable, Parameters], Awaitable[Sequence[Row]]]
 KeyColumn = sa.ColumnElement[Any]
 KeyColumns = KeyColumn | tuple[KeyColumn, ...]
 

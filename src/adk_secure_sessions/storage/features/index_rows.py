@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from adk_secure_sessions.db.protocol import Change
+from adk_secure_sessions.db.protocol import Change, Reader
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.json_text import (
@@ -28,7 +28,6 @@ from adk_secure_sessions.keys.keyring import Keyring
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage.operation_runner import Attempt, insertion_changes
 from adk_secure_sessions.storage.schema import INDEX_MARK, StateIndexRow, apps, state_index
-from adk_secure_sessions.storage.table_walk import Reader
 
 Entries = dict[bytes, bytes]  # the tags of values, by the tags of their keys
 
