@@ -139,8 +139,12 @@ class Dialect:
     def reject_long_values(self, connection: sa.Connection) -> None:
         """Make the server reject values that are too long for a column, instead of cutting them."""
 
-    def set_storage_engine(self, table: sa.Table) -> None:
-        """Choose a storage engine with transactions for *table*, which is about to be created."""
+    def set_table_options(self, table: sa.Table) -> None:
+        """Set this database's options of *table*, which is about to be created.
+
+        If they were in the definition of the table, SQLAlchemy would import the dialects of all
+        databases when the tables are defined.
+        """
 
     def kill_statement(self, driver: Any) -> str | None:
         """Return the SQL that ends another connection's statement; None if the driver ends it."""
@@ -195,6 +199,9 @@ class _Sqlite(Dialect):
             yield
         finally:
             driver.text_factory = text_factory
+
+    def set_table_options(self, table: sa.Table) -> None:
+        table.kwargs["sqlite_with_rowid"] = table.info.get("has_rowid", True)
 
     def overwrite_deleted(self, connection: sa.Connection) -> None:
         connection.exec_driver_sql("PRAGMA secure_delete = ON").close()
@@ -309,9 +316,8 @@ class _MySql(Dialect):
         text = "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')"
         connection.exec_driver_sql(text).close()
 
-    def set_storage_engine(self, table: sa.Table) -> None:
-        # If this option were in the definition of the table, SQLAlchemy would import its dialects
-        # of MySQL each time the tables are imported.
+    def set_table_options(self, table: sa.Table) -> None:
+        # A storage engine with transactions.
         table.kwargs["mysql_engine"] = table.kwargs["mariadb_engine"] = "InnoDB"
 
     def kill_statement(self, driver: Any) -> str | None:

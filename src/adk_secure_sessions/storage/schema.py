@@ -207,7 +207,7 @@ def _define_table(
         )
     ]
     has_rowid = key_columns == 1 and columns[0].type is _ID
-    return sa.Table(name, of, *columns, *items, sqlite_with_rowid=has_rowid)
+    return sa.Table(name, of, *columns, *items, info={"has_rowid": has_rowid})
 
 
 meta_table: sa.Table = sa.Table(
@@ -284,20 +284,16 @@ state_index: sa.Table = _define_table(
 )
 
 
-def _store_external(table: sa.Table) -> None:
+def _set_options(table: sa.Table, connection: sa.Connection, **_: object) -> None:
+    dialect_of(connection).set_table_options(table)
+
+
+def _store_external(table: sa.Table, connection: sa.Connection, **_: object) -> None:
     """Tell PostgreSQL not to compress records, since ciphertext does not become smaller."""
-    changes = ", ".join(
-        f"ALTER COLUMN {column.name} SET STORAGE EXTERNAL"
-        for column in table.columns
-        if column.type is _RECORD
-    )
-    if changes:
-        statement = sa.DDL(f"ALTER TABLE {table.name} {changes}")  # type: ignore[no-untyped-call]
-        sa.event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
-
-
-def _choose_storage_engine(table: sa.Table, connection: sa.Connection, **_: object) -> None:
-    dialect_of(connection).set_storage_engine(table)
+    columns = [column.name for column in table.columns if column.type is _RECORD]
+    if columns and connection.dialect.name == "postgresql":
+        changes = ", ".join(f"ALTER COLUMN {name} SET STORAGE EXTERNAL" for name in columns)
+        connection.execute(sa.DDL(f"ALTER TABLE {table.name} {changes}"))  # type: ignore[no-untyped-call]
 
 
 # `secure_meta` is in both KEY_TABLES and DATA_TABLES: each database has its own.
@@ -307,9 +303,9 @@ DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_key
 
 FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
 
-for _table in (*metadata.sorted_tables, *FEATURE_TABLES):
-    _store_external(_table)
-    sa.event.listen(_table, "before_create", _choose_storage_engine)
+for _table in (*TABLES, *FEATURE_TABLES):
+    sa.event.listen(_table, "before_create", _set_options)
+    sa.event.listen(_table, "after_create", _store_external)
 
 _RANDOM_BITS = 21
 _last_row_id = 0
