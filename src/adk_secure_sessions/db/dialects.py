@@ -9,12 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import sqlite
 
 from adk_secure_sessions.db.protocol import Parameters, Row
 from adk_secure_sessions.errors import ConfigurationError
-
-_sqlite = sqlite.dialect(paramstyle="named")
 
 _ADVISORY_LOCK = int.from_bytes(b"AKS init")
 _LOCK_TIMEOUT = 60  # seconds
@@ -46,7 +43,14 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 @functools.cache
 def compile_for_sqlite(statement: sa.Executable) -> str:
     assert isinstance(statement, sa.ClauseElement)
-    return str(statement.compile(dialect=_sqlite))
+    return str(statement.compile(dialect=_sqlite_dialect()))
+
+
+@functools.cache
+def _sqlite_dialect() -> sa.Dialect:
+    from sqlalchemy.dialects import sqlite  # which a service on a server does not need
+
+    return sqlite.dialect(paramstyle="named")
 
 
 def decode_any_text(data: bytes) -> str:
