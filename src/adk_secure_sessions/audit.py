@@ -387,7 +387,6 @@ class Trail(Protocol):
     ) -> tuple[Any, bool]: ...
 
 
-@dataclass(eq=False, repr=False)
 class AuditedCall:
     """Runs one call, and stores in audit trails the security events that happen during it.
 
@@ -396,10 +395,9 @@ class AuditedCall:
     command calls.  Their security events are stored by the enclosing call, if there is one.
     """
 
-    _trail: Trail | None
-
-    def __post_init__(self) -> None:
-        self._has_own_records = self._trail is not None
+    def __init__(self, trail: Trail | None) -> None:
+        self._trail = trail
+        self._has_own_records = trail is not None
         self.trails: list[Trail] = []  # those that could be opened, and store the records
         self._kept_entries: list[AuditEntry] = []
         self._omitted = 0
@@ -480,13 +478,16 @@ class AuditedCall:
 _running_call: ContextVar[AuditedCall | None] = ContextVar("audit_call", default=None)
 
 
-@dataclass(eq=False, repr=False)
 class AccessCall(AuditedCall):
     """An access to a session, a state, an artifact or a memory; only logged without a trail."""
 
-    _action: str
-    _id_facts: IdFacts
-    _ids: tuple[str, str, str]
+    def __init__(
+        self, trail: Trail | None, action: str, id_facts: IdFacts, ids: tuple[str, str, str]
+    ) -> None:
+        super().__init__(trail)
+        self._action = action
+        self._id_facts = id_facts
+        self._ids = ids
 
     async def write_with_entry(
         self,

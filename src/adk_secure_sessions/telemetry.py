@@ -13,7 +13,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
@@ -153,13 +152,13 @@ def _has_providers(_second: int) -> bool:
 _Attributes = dict[str, str | bool]
 
 
-@dataclass(slots=True, eq=False)
 class WorkKind:
     """What a call has done: encrypt or decrypt with one backend, or look up in one cache."""
 
-    # The SDK only reads attributes, so that all records can share them.
-    amount_attributes: _Attributes  # of bytes of plaintext, or lookups
-    duration_attributes: list[_Attributes] | None  # by size class; not of lookups
+    def __init__(self, amount: _Attributes, durations: list[_Attributes] | None) -> None:
+        # The SDK only reads attributes, so that all records can share them.
+        self.amount_attributes = amount  # of bytes of plaintext, or lookups
+        self.duration_attributes = durations  # by size class; not of lookups
 
 
 @lru_cache(maxsize=256)  # two databases in one call have the same kinds

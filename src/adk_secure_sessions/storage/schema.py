@@ -15,7 +15,6 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -399,12 +398,14 @@ EVENTS = SealedTable("event", EventRow, events, "", ids=3)
 SEALED_TABLES: tuple[SealedTable[Any], ...] = (APPS, USERS, SESSIONS, SNAPSHOTS, EVENTS, WITNESSES)
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class locating_errors:  # noqa: N801 - used like a function: `with locating_errors(...)`
     """A context manager that adds the table and the row to a `DecryptionError` in its block."""
 
-    _table: str
-    _row: object
+    __slots__ = ("_row", "_table")
+
+    def __init__(self, table: str, row: object) -> None:
+        self._table = table
+        self._row = row
 
     def __enter__(self) -> None:
         pass

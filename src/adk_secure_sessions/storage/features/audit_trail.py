@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -103,16 +102,15 @@ class _Chain(HoldsSecrets):
         return rows, ChainHead(count, link)
 
 
-@dataclass
 class _PendingRecords:
     """The rows that a transaction adds to a chain.
 
     *is_in_doubt* is whether the rows were sent, and the transaction may have been committed.
     """
 
-    rows: list[dict[str, object]] = field(default_factory=list)
-    is_in_doubt: bool = False
-    is_applied: bool = False
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+        self.is_in_doubt = self.is_applied = False
 
     def steps(self, transaction: Transaction[T]) -> Steps[T]:
         """Run *transaction*, and insert the rows together with its first changes."""
