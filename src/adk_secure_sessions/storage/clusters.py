@@ -6,6 +6,7 @@ it.  A second update restores the value.  A node checks this at the commit, so t
 and other statements does not matter.  On every other database, nobody makes claims.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,13 @@ def _claim_row(column: sa.Column[int], key: sa.Column[Any], name: str) -> Claim:
 
     It updates *column* twice; there is no overflow: -1 - (-1 - n) is n.
     """
-    at: sa.BindParameter[Any] = sa.bindparam(name)
-    update = sa.update(column.table).where(key == at).values({column: _MINUS_ONE - column})
-    return lambda parameters: [Change(update, {name: parameters[name]})] * 2
+
+    @functools.cache
+    def update() -> sa.Update:
+        at: sa.BindParameter[Any] = sa.bindparam(name)
+        return sa.update(column.table).where(key == at).values({column: _MINUS_ONE - column})
+
+    return lambda parameters: [Change(update(), {name: parameters[name]})] * 2
 
 
 # Every change of a user's row also writes the user's version witness.
