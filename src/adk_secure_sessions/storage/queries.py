@@ -168,8 +168,7 @@ _SNAPSHOT_KIND = RowKind(SnapshotRow, snapshots.c)
 _EVENT_KIND = RowKind(EventRow, (events.c.seq, events.c.time, events.c.event))
 _KEY_KIND = RowKind(DataKeyRow, DATA_KEYS.selected_columns)
 _MASTER_KIND = RowKind(
-    MasterFingerprint,
-    (keyring.c.id, null_if_invalid(keyring.c.created_at), null_if_invalid(keyring.c.wrapped)),
+    MasterFingerprint, (MASTER_KEYS.selected_columns[name] for name in MasterFingerprint._fields)
 )
 _MIGRATED_KIND = RowKind(MigratedRow, migrated.c)
 _INDEX_ROW_KIND = RowKind(StateIndexRow, state_index.c)
@@ -262,12 +261,14 @@ def _session_variants(*history: sa.Select[Any]) -> QueryVariants:
     return _variants(*_SESSION_AND_OWNERS, state, *history)
 
 
-def _listing(*conditions: sa.ColumnElement[bool]) -> QueryVariants:
-    """Return the variants of the query for a user's sessions and collections, or some of them.
+@functools.cache
+def sessions_of_user(*, only_collections: bool = False) -> QueryVariants:
+    """Return the variants of the query for a user's sessions and collections, or for the latter.
 
     A listing of sessions reads the collections, too: otherwise, an attacker could hide a session by
     marking its row as a collection.
     """
+    conditions = [IS_COLLECTION] if only_collections else []
     of_user = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
     return _variants(
         *_APP_AND_USER,
@@ -289,7 +290,8 @@ def _user_variants(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) 
     return _variants(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
-def _listing_of_app() -> QueryVariants:
+@functools.cache
+def sessions_of_app() -> QueryVariants:
     """Return the variants of the query for the sessions of all users of an app.
 
     Without the users that have no sessions, an attacker could hide the sessions of a user by
@@ -392,25 +394,30 @@ SESSION_WITH_EVENTS_BETWEEN = _variants(
         events.c.seq.between(_first, sa.bindparam("last")),
     ),
 )._replace(reads_snapshots=False)
-SESSIONS_OF_USER = _listing()
-COLLECTIONS_OF_USER = _listing(IS_COLLECTION)
-SESSIONS_OF_APP = _listing_of_app()
 OWNERS = _variants(*_APP_AND_USER)
-# The next two queries also read the rows of `secure_migrated` with the tags in the arguments.  Such
-# a row says whether a session or a state was imported before.
-IMPORTED_SESSION = _session_variants(
-    _MIGRATED_KIND.select(migrated.c.tag.in_([_user_tag, _session_tag]))
-)
-IMPORTED_OWNERS = _variants(
-    *_APP_AND_USER, _MIGRATED_KIND.select(migrated.c.tag.in_([_app_tag, _user_tag]))
-)
-# The next two queries also read the rows of `secure_state_index` of the session or the user.
-SESSION_WITH_INDEX_ROWS = _session_variants(
-    _INDEX_ROW_KIND.select(state_index.c.row_id == _SESSION_ID)
-)
-USER_WITH_INDEX_ROWS = _variants(
-    *_APP_AND_USER, _INDEX_ROW_KIND.select(state_index.c.row_id == index_row_id_sql(_USER_ID))
-)
+
+
+# Queries that few processes use are built when they are first used.
+
+
+@functools.cache
+def imported(*, session: bool) -> QueryVariants:
+    """Return the variants of the query for a session, or only its owners, that also reads their
+    rows of `secure_migrated`, which say whether a session or a state was imported before.
+    """
+    tags = [_user_tag, _session_tag] if session else [_app_tag, _user_tag]
+    rows = _MIGRATED_KIND.select(migrated.c.tag.in_(tags))
+    return _session_variants(rows) if session else _variants(*_APP_AND_USER, rows)
+
+
+@functools.cache
+def with_index_rows(*, of_user: bool) -> QueryVariants:
+    """Return the variants of the query for a session, or with *of_user* only its owners, that also
+    reads the rows of `secure_state_index` of the session or the user.
+    """
+    row_id = index_row_id_sql(_USER_ID) if of_user else _SESSION_ID
+    rows = _INDEX_ROW_KIND.select(state_index.c.row_id == row_id)
+    return _variants(*_APP_AND_USER, rows) if of_user else _session_variants(rows)
 
 
 @functools.cache
@@ -470,15 +477,21 @@ def _update(table: sa.Table, at: Iterable[sa.ColumnElement[bool]], *names: str) 
     return sa.update(table).where(*at).values({name: sa.bindparam(name) for name in names})
 
 
+_new_session = sa.select(*_parameters(sessions))
+_session_of_unchanged_user = (
+    _new_session.select_from(users)
+    .where(*_equal(users, "user"))
+    .with_for_update(read=True, key_share=True, of=users)
+)
+
+
 def _session_of_user(*conditions: sa.ColumnElement[bool]) -> sa.Insert:
     """Return an INSERT that stores a session only if the user's row is as this process read it.
 
     It locks the user's row, so a concurrent `erase_user` waits until the new session is visible,
     and also erases it.  On a cluster, where the lock works on one node only, it claims the row.
     """
-    row = sa.select(*_parameters(sessions)).select_from(users)
-    row = row.where(*_equal(users, "user"), *conditions)
-    row = row.with_for_update(read=True, key_share=True, of=users)
+    row = _session_of_unchanged_user.where(*conditions)
     return _insert(sessions, row).execution_options(claim=CLAIM_USER)
 
 
@@ -501,16 +514,26 @@ _owners_as_cached = [
 ]
 INSERT_SESSION_OF_USER = _session_of_user()
 INSERT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached)
-# If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then no
-# session of the user may be imported.  IMPORT_SESSION_OF_CACHED requires that `secure_migrated` has
-# no row of the user at all: it runs without a read, so the MAC of such a row was not checked.
-_import_row_of_user: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-    migrated.c.tag == _user_tag
-)
-_is_not_erased = ~_import_row_of_user.where(migrated.c.row_id == _ZERO).exists()
-IMPORT_SESSION = _insert(sessions, sa.select(*_parameters(sessions)).where(_is_not_erased))
-IMPORT_SESSION_OF_USER = _session_of_user(_is_not_erased)
-IMPORT_SESSION_OF_CACHED = _session_of_user(*_owners_as_cached, ~_import_row_of_user.exists())
+
+
+@functools.cache
+def import_session(user: Literal["new", "read", "cached"]) -> sa.Insert:
+    """Return an INSERT for a session of a *user* that the same transaction stores or has read, or
+    that is cached.
+
+    If a user was erased, `secure_migrated` may have a row of this user whose `row_id` is 0.  Then
+    no session of the user may be imported.  With `cached`, `secure_migrated` must have no row of
+    the user at all: the INSERT runs without a read, so the MAC of such a row was not checked.
+    """
+    rows: sa.Select[Any] = sa.select(sa.literal_column("1")).where(migrated.c.tag == _user_tag)
+    if user == "cached":
+        return _session_of_user(*_owners_as_cached, ~rows.exists())
+    is_not_erased = ~rows.where(migrated.c.row_id == _ZERO).exists()
+    if user == "read":
+        return _session_of_user(is_not_erased)
+    return _insert(sessions, _new_session.where(is_not_erased))
+
+
 INSERT_MIGRATED = sa.insert(migrated)
 DELETE_MIGRATED = sa.delete(migrated).where(migrated.c.tag == sa.bindparam("at_tag"))
 UPDATE_MIGRATED = _update(migrated, _equal(migrated, "at"), "row_id", "number", "source", "seal")

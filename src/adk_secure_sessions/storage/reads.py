@@ -373,9 +373,9 @@ class ListSessions(Listing[list[SessionWithStates]]):
     """Read all sessions of a user or an app without events, or the collections of a user."""
 
     async def execute(self, attempt: Attempt) -> list[SessionWithStates]:
-        query = sql.SESSIONS_OF_APP if self.of_app else sql.SESSIONS_OF_USER
+        query = sql.sessions_of_app() if self.of_app else sql.sessions_of_user()
         if self.is_collection:
-            query = sql.COLLECTIONS_OF_USER
+            query = sql.sessions_of_user(only_collections=True)
         rows = await attempt.read(query)
         return await self._open_sessions(attempt, rows)
 

@@ -256,7 +256,7 @@ class ImportSession(_Import[ImportStatus]):
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
         if attempt.may_use_cached_rows and not self.replace and (cached := cached_owners(attempt)):
             return (yield from self._import_from_cache(attempt, cached))
-        rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
+        rows = yield from read_rows(attempt, sql.imported(session=True))
         app, user = sealed_rows.open_owners(attempt, rows)
         session = sealed_rows.open_session(attempt, rows, user)
         row = self.macs.checked_with_tag(rows, self.identity.session_tag)
@@ -283,7 +283,7 @@ class ImportSession(_Import[ImportStatus]):
         new, row = self._build_session(attempt, cached.user.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | cached.columns
         changes = [
-            Change(sql.IMPORT_SESSION_OF_CACHED, columns),
+            Change(sql.import_session("cached"), columns),
             *new.inserts_with_witness(),
             Change(sql.INSERT_MIGRATED, as_parameters(row)),
         ]
@@ -298,9 +298,9 @@ class ImportSession(_Import[ImportStatus]):
         changed = owner_changes.upsert_user(user, app.row.id, {})
         new, row = self._build_session(attempt, changed.row.id, ImportStatus.NEW)
         columns = as_parameters(new.session.row) | {"user_tag": self.identity.user_tag}
-        insert = Change(sql.IMPORT_SESSION, columns)
+        insert = Change(sql.import_session("new"), columns)
         if changed == user:
-            insert = insert_if_unchanged(sql.IMPORT_SESSION_OF_USER, columns, user)
+            insert = insert_if_unchanged(sql.import_session("read"), columns, user)
         # INSERT_MIGRATED comes first: on PostgreSQL it waits for a tombstone, and the next INSERT
         # then sees that tombstone.
         remember = Change(sql.INSERT_MIGRATED, as_parameters(row))
@@ -357,7 +357,7 @@ class ImportOwnerState(_Import[ImportStatus]):
         self.of_user = of_user
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[ImportStatus]:
-        rows = yield from read_rows(attempt, sql.IMPORTED_OWNERS)
+        rows = yield from read_rows(attempt, sql.imported(session=False))
         if self.of_user:
             app, user = sealed_rows.open_owners(attempt, rows)
         else:
@@ -417,7 +417,7 @@ class AddTombstone(Write[None]):
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[None]:
         tag = self.identity.session_tag
-        rows = yield from read_rows(attempt, sql.IMPORTED_SESSION)
+        rows = yield from read_rows(attempt, sql.imported(session=True))
         if self.macs.checked_with_tag(rows, tag) is None:
             new = self.macs.tombstone(tag)
             yield from apply_or_conflict([Change(sql.INSERT_MIGRATED, as_parameters(new))])

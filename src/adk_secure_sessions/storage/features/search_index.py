@@ -166,7 +166,7 @@ class CheckIndexRows(StorageOperation[tuple[int, Differences] | None]):
     of_user: bool
 
     async def execute(self, attempt: Attempt) -> tuple[int, Differences] | None:
-        query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
+        query = sql.with_index_rows(of_user=self.of_user)
         rows = await attempt.read(query)
         return _differences(attempt, rows, self.key_tags, of_user=self.of_user)
 
@@ -191,7 +191,7 @@ class CorrectIndexRows(Write[int]):
         self.lock_queries: Sequence[sa.Executable] = (query,)
 
     def steps(self, attempt: Attempt, owner_changes: OwnerChanges) -> Steps[int]:
-        query = sql.USER_WITH_INDEX_ROWS if self.of_user else sql.SESSION_WITH_INDEX_ROWS
+        query = sql.with_index_rows(of_user=self.of_user)
         rows = yield from read_rows(attempt, query)
         compared = _differences(attempt, rows, self.key_tags, of_user=self.of_user)
         if compared is None or not compared[1].total:
