@@ -131,7 +131,7 @@ def key_spec(data: bytes) -> None:
     scheme, _, rest = text.partition(":")
     if scheme in ("file", "passphrase-env", "pkcs11"):
         text = f"env:{rest}"
-    if scheme == "aws-kms" and aws._NAME.fullmatch(rest):
+    if scheme == "aws-kms" and re.fullmatch(aws._NAME, rest, re.ASCII):
         return  # botocore takes a second to make a client
     try:
         key_provider(text)
@@ -323,7 +323,7 @@ def event(data: bytes) -> None:
         accepted = events.encode_adk_json(data)
         if theirs is None and ours is not None:
             # ADK's services read a lone surrogate with the module `json`, and so does `decode`.
-            assert json_text._SURROGATE.search(data)
+            assert re.search(json_text._SURROGATE, data)
             theirs = Event.model_validate(json.loads(data))
             assert accepted is None
     if theirs is not None and ours is None:
