@@ -31,7 +31,7 @@ from contextvars import Context
 from functools import partial
 from operator import attrgetter
 from pathlib import Path, PurePath
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -564,12 +564,10 @@ class WorkerThread:
         batch: list[Job] = []
         while job is not None and not (batch and job.needs_sqlalchemy):
             batch.append(job)
-            if job.needs_sqlalchemy or len(batch) == limit:
+            # Only this thread takes jobs from the queue.
+            if job.needs_sqlalchemy or len(batch) == limit or self.queue.empty():
                 return batch
-            try:
-                job = self.queue.get_nowait()
-            except Empty:
-                return batch
+            job = self.queue.get_nowait()
         if batch:
             self._held_back.append(job)
         return batch
@@ -767,7 +765,7 @@ class LoopWaker:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._jobs: deque[Job] = deque()
+        self.jobs: deque[Job] = deque()  # that have ended, and whose tasks wait
         self._eventfd: int | None = None
         if sys.platform == "linux":
             try:
@@ -785,14 +783,13 @@ class LoopWaker:
             os.close(self._eventfd)
             self._eventfd = None
 
-    def wake(self, jobs: list[Job]) -> None:
-        """Let the event loop run the tasks that await *jobs*; any thread may call this."""
-        self._jobs.extend(jobs)
+    def wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let *loop* run the tasks that await `jobs`; any thread may call this."""
         if sys.platform == "linux" and self._eventfd is not None:
             os.eventfd_write(self._eventfd, 1)
             return
         try:
-            jobs[0].loop.call_soon_threadsafe(self._wake_tasks)
+            loop.call_soon_threadsafe(self._wake_tasks)
         except RuntimeError:  # the loop is closed, so no caller is waiting
             logger.debug("an event loop was closed before its transactions were answered")
 
@@ -803,11 +800,11 @@ class LoopWaker:
                     os.eventfd_read(self._eventfd)
                 except BlockingIOError:
                     pass  # an earlier call has handled this
-            for _ in range(len(self._jobs)):
-                self._jobs.popleft().wake()
+            for _ in range(len(self.jobs)):
+                self.jobs.popleft().wake()
         except BaseException:  # Ctrl-C, for example, has interrupted this method or the task
-            if self._jobs:
-                self.wake([self._jobs.pop()])  # again, for the other tasks
+            if self.jobs:
+                self.wake(self.jobs[0].loop)  # again, for the other tasks
             raise
 
 
@@ -820,12 +817,13 @@ def _deliver(jobs: list[Job]) -> None:
     """Wake the tasks that await *jobs*, with one call for each event loop, because each call writes
     to a file.
     """
-    by_waker: dict[LoopWaker, list[Job]] = {}
+    loops = {}
     for job in jobs:
         job.has_ended = True
-        by_waker.setdefault(job.waker, []).append(job)
-    for waker, ended in by_waker.items():
-        waker.wake(ended)
+        job.waker.jobs.append(job)
+        loops[job.waker] = job.loop
+    for waker, loop in loops.items():
+        waker.wake(loop)
 
 
 def _enter_wal(driver: sqlite3.Connection) -> None:
