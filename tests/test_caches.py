@@ -10,20 +10,20 @@ import pytest
 from google.adk.events import Event, EventActions
 
 from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService, TamperedError
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.maintenance import Database, rotate_data
 from adk_secure_sessions.storage.key_operations import EnsureOwners
 from tests.faults import Point, with_faults
 from tests.sqlite_files import execute
 
 
-def caches(holder: object) -> list[Lru[object, object]]:
+def caches(holder: object) -> list[FifoCache[object, object]]:
     """Every cache of *holder* and of the objects that it refers to.
 
     Private attributes, since no public one could show that a cache was added without a bound.
     """
     values = holder if isinstance(holder, tuple) else tuple(vars(holder).values())
-    found = [value for value in values if isinstance(value, Lru) and value.limit]
+    found = [value for value in values if isinstance(value, FifoCache) and value.limit]
     for value in values:
         if type(value).__name__ in ("DatabaseKeys", "RowCache", "OperationRunner", "_OpenState"):
             found += caches(value)

@@ -14,7 +14,7 @@ from adk_secure_sessions import (
     TamperedError,
     UnknownKeyError,
 )
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.errors import Reason
 from adk_secure_sessions.formats.records import (
     NO_FLAGS,
@@ -175,7 +175,7 @@ def test_key_that_this_operation_stored_is_used_if_the_row_names_none(keys: Data
 def test_row_keeps_naming_the_keys_of_other_backends(keys: DatabaseKeys, is_listed: bool) -> None:
     (ours,) = made(keys, 1)
     theirs = of_another_backend(keys, ours)
-    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, keys.backends[1], Lru(100))
+    alone = DatabaseKeys(keys.keyring, {1: keys.backends[1]}, keys.backends[1], FifoCache(100))
     staged = read(keys if is_listed else alone, [ours, theirs])
     staged.choose_current(ADA, [theirs.id, ours.id])
     assert staged.ids_to_store(ADA, [theirs.id, ours.id]) == (ours.id, theirs.id)

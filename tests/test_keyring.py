@@ -24,7 +24,7 @@ from adk_secure_sessions import (
     UnknownKeyError,
     WrongKeyError,
 )
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.formats.records import Cipher, build_header, parse_header
 from adk_secure_sessions.keys.data_keys import DatabaseKeys, DataKeyRow, TransactionKeys
 from adk_secure_sessions.keys.keyring import (
@@ -419,7 +419,7 @@ async def store(writer: int = 1, *listed: int, limit: int = 100) -> DatabaseKeys
 def on(keyring: Keyring, writer: int, *listed: int, limit: int = 100) -> DatabaseKeys:
     backends: dict[int, EncryptionBackend] = {1: AES, 2: FERNET}
     return DatabaseKeys(
-        keyring, {i: backends[i] for i in (writer, *listed)}, backends[writer], Lru(limit)
+        keyring, {i: backends[i] for i in (writer, *listed)}, backends[writer], FifoCache(limit)
     )
 
 

@@ -43,7 +43,8 @@ opening = pytest.mark.parametrize("handler", [unpack, keep_packed, reject_flags]
 
 
 def seal(cipher: Any, backend_id: int, key_id: int, context: bytes, content: bytes) -> bytes:
-    return records.seal(cipher, backend_id, key_id, context, NO_FLAGS + content)
+    header = records.build_header(backend_id, key_id)
+    return records.seal(cipher, header, context, NO_FLAGS + content)
 
 
 EMPTY = seal(CIPHER, 0x80, 1, CONTEXT, b"")
@@ -180,7 +181,7 @@ PACKED = {
 
 @pytest.mark.parametrize("plaintext", PACKED.values(), ids=PACKED)
 def test_packed_content_is_read_and_its_plaintext_can_be_written_again(plaintext: bytes) -> None:
-    stored = records.seal(CIPHER, 1, 7, CONTEXT, plaintext)
+    stored = records.seal(CIPHER, records.build_header(1, 7), CONTEXT, plaintext)
     assert open_with_flags(stored, CONTEXT, CIPHER) == NO_FLAGS + CONTENT
     assert open_with_flags(stored, CONTEXT, CIPHER, keep_packed) == plaintext
 

@@ -18,7 +18,7 @@ from adk_secure_sessions import (
     SecureSessionError,
     StaticKey,
 )
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.formats import records
 from adk_secure_sessions.formats.json_text import canonical_json, load_state
@@ -98,11 +98,13 @@ BACKENDS: dict[int, EncryptionBackend] = {
 def known_keys(accept: list[int]) -> TransactionKeys:
     """The keys of records.json, as a service has them that lists some backends."""
     keyring = Keyring(bytes(16), IndexMaster(bytes(32)), {}, None)
-    keys = DatabaseKeys(keyring, {i: BACKENDS[i] for i in accept}, BACKENDS[accept[0]], Lru(100))
+    keys = DatabaseKeys(
+        keyring, {i: BACKENDS[i] for i in accept}, BACKENDS[accept[0]], FifoCache(100)
+    )
     for key in RECORDS["keys"]:
         row = DataKeyRow(key["id"], bytes.fromhex(key["owner"]), 0, key["backend"], 0, b"")
         cipher = BACKENDS[key["backend"]].cipher(bytes.fromhex(key["key"]))
-        data_key = DataKey(row.id, 0, row.backend_id, 0, cipher, row, keyring)
+        data_key = DataKey(row, 0, cipher, keyring)
         before = keys.by_owner.get(row.owner)
         by_id = {**(before.by_id if before else {}), row.id: data_key}
         keys.by_owner.put(row.owner, OwnerKeys(by_id, data_key, 0))
@@ -194,7 +196,8 @@ def test_sealing_with_the_fixed_nonce_gives_exactly_the_record(case: Json) -> No
     cipher = BACKENDS[case["backend"]].cipher(bytes.fromhex(key))
     plaintext = bytes.fromhex(case["plaintext"])
     with drawing_from(case):
-        sealed = records.seal(cipher, case["backend"], case["key_id"], context_of(case), plaintext)
+        header = records.build_header(case["backend"], case["key_id"])
+        sealed = records.seal(cipher, header, context_of(case), plaintext)
     assert sealed.hex() == case["record"]
 
 
@@ -279,7 +282,7 @@ def test_data_key_is_unwrapped_or_rejected_as_named(case: Json) -> None:
     keyring = Keyring(database_id, IndexMaster(bytes(32)), masters(), None)
 
     def unwrap() -> bytes:
-        staged = TransactionKeys(DatabaseKeys(keyring, BACKENDS, BACKENDS[1], Lru(100)))
+        staged = TransactionKeys(DatabaseKeys(keyring, BACKENDS, BACKENDS[1], FifoCache(100)))
         staged.unwrap([row], ())
         # A rejected data key raises when a record names it.
         staged.key_of(row.owner, records.build_header(row.backend_id, row.id))

@@ -249,7 +249,9 @@ def _data_keys() -> Iterator[Json]:
         nonce = made(f"wrap of {name}", 12)
         where = row.context(DATABASE_ID)
         cipher = FixedAesGcm(MASTERS[11], nonce)
-        wraps[name] = records.seal(cipher, 1, 11, where, records.NO_FLAGS + key)
+        wraps[name] = records.seal(
+            cipher, records.build_header(1, 11), where, records.NO_FLAGS + key
+        )
         case = _data_case(
             name, "wrapped by data master 11", row._replace(wrapped=wraps[name]), "ok"
         )

@@ -25,7 +25,7 @@ def worked_example() -> str:
     digest = mac.finalize()
     row = DataKeyRow(21, digest[:16], 0, 1, MICROSECONDS, b"")
     cipher, plaintext = FixedAesGcm(_DATA_MASTER, _WRAP_NONCE), records.NO_FLAGS + _DATA_KEY
-    wrapped = records.seal(cipher, 1, 11, row.context(DATABASE_ID), plaintext)
+    wrapped = records.seal(cipher, records.build_header(1, 11), row.context(DATABASE_ID), plaintext)
     return "\n\n".join(
         [
             "User `ada` of app `clinic` has the tag",

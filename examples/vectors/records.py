@@ -107,7 +107,8 @@ def _accepted(
         draws = {"nonce": nonce.hex()}
         sealer = FixedAesGcm(_key(key_id), nonce)
     whole = records.NO_FLAGS + plaintext
-    record = records.seal(sealer, backend, key_id, context.joined(), whole)
+    header = records.build_header(backend, key_id)
+    record = records.seal(sealer, header, context.joined(), whole)
     made_of = {"backend": backend, "key_id": key_id, **draws, "plaintext": whole.hex()}
     return _case(name, note, context, record, "ok") | made_of
 

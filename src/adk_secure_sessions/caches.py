@@ -1,6 +1,7 @@
-"""The sizes of a service's caches, and a cache that removes the least recently used entry."""
+"""The sizes of a service's caches, and caches that remove entries when they are full."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -48,26 +49,20 @@ class Caches:
             raise ConfigurationError("seconds of Caches must be a number, 0 or more")
 
 
-class Lru(Generic[K, V]):
-    """A cache of at most *limit* entries.  Several threads may use it: each call on the
-    `OrderedDict` is atomic.
+class FifoCache(Generic[K, V]):
+    """A cache of at most *limit* entries, which removes the entry that was stored first.
+
+    Several threads may use it: each call on the `OrderedDict` is atomic.  `get` does not count as a
+    use, because an operation calls it up to twelve times: 4% of its CPU time.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit: int = limit
         self._entries: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K) -> V | None:
-        value = self._entries.get(key)
-        if value is not None:
-            try:
-                self._entries.move_to_end(key)
-            except KeyError:
-                pass  # another thread has just removed the entry
-        return value
+        self.get: Callable[[K], V | None] = self._entries.get
 
     def put(self, key: K, value: V) -> None:
-        """Store *value*; remove the least recently used entries if the cache is full."""
+        """Store *value* as the last entry; remove the first ones if the cache is full."""
         entries = self._entries
         entries[key] = value
         try:
@@ -84,16 +79,26 @@ class Lru(Generic[K, V]):
         self._entries.pop(key, None)
 
 
-class SizedLru(Lru[K, V]):
-    """An `Lru` whose entries have sizes, at most *limit* in total."""
+class SizedLru(Generic[K, V]):
+    """A cache whose entries have sizes, at most *limit* in total; several threads may use it."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(limit)
+        self.limit: int = limit
         self.size: int = 0
+        self._entries: OrderedDict[K, V] = OrderedDict()
         self._sizes: dict[K, int] = {}
         self._lock = ThreadLock()  # an entry and the total size change together
 
-    def put(self, key: K, value: V, size: int = 1) -> None:
+    def get(self, key: K) -> V | None:
+        value = self._entries.get(key)
+        if value is not None:
+            try:
+                self._entries.move_to_end(key)
+            except KeyError:
+                pass  # another thread has just removed the entry
+        return value
+
+    def put(self, key: K, value: V, size: int) -> None:
         """Store *value*; remove the least recently used entries if the cache is full.
 
         A *value* that is larger than the limit is not stored.  Other entries stay.

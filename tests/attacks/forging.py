@@ -48,9 +48,8 @@ class ForgedKey:
         insert_rows(db, "secure_data_keys", [tuple(self.row)])
 
     def seal(self, context: bytes, plaintext: bytes) -> bytes:
-        return records.seal(
-            self._cipher, self.row.backend_id, self.row.id, context, records.NO_FLAGS + plaintext
-        )
+        header = records.build_header(self.row.backend_id, self.row.id)
+        return records.seal(self._cipher, header, context, records.NO_FLAGS + plaintext)
 
     def insert_user_row(self, db: Database) -> None:
         """Replace alice's row by one that names this key."""

@@ -8,7 +8,13 @@ import pytest
 from google.adk.sessions import BaseSessionService
 
 from adk_secure_sessions import AesGcmBackend, Cipher, EncryptedSessionService, FernetBackend
-from adk_secure_sessions.formats.records import NO_FLAGS, open_with_flags, parse_header, seal
+from adk_secure_sessions.formats.records import (
+    NO_FLAGS,
+    build_header,
+    open_with_flags,
+    parse_header,
+    seal,
+)
 from tests.benchmarks.budgets import FIELDS_OPENED
 from tests.benchmarks.ciphers import BACKENDS, time_runs
 from tests.benchmarks.deployments import LOCAL, Deployment
@@ -31,9 +37,8 @@ def test_fields(results: Results, name: str) -> None:
     cipher: Cipher = backend.cipher(backend.new_key())
     content = repr(payload("1KB")).encode()
     contexts = [b"context %d" % number for number in range(FIELDS)]
-    records = [
-        seal(cipher, backend.backend_id, 1, context, NO_FLAGS + content) for context in contexts
-    ]
+    header = build_header(backend.backend_id, 1)
+    records = [seal(cipher, header, context, NO_FLAGS + content) for context in contexts]
 
     def decrypt_all() -> list[bytes]:
         values = []

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
-from adk_secure_sessions.formats.records import NO_FLAGS, seal
+from adk_secure_sessions.formats.records import NO_FLAGS, build_header, seal
 from tests.benchmarks.databases import ADK, FERNET, FLOOR, NO_OP, OURS, opened, stored_bytes
 from tests.benchmarks.deployments import LOCAL, Deployment
 from tests.benchmarks.plan import PAYLOADS, RECORD_SIZES, RECORDS, STORED_EVENTS, STORED_SESSIONS
@@ -23,9 +23,8 @@ def test_record(results: Results, size: str) -> None:
     """A backend adds the same number of bytes to every value, apart from Fernet's padding."""
     for backend in (AesGcmBackend(os.urandom(32)), FernetBackend(os.urandom(32))):
         cipher = backend.cipher(backend.new_key())
-        record = seal(
-            cipher, backend.backend_id, 1, b"context", NO_FLAGS + bytes(RECORD_SIZES[size])
-        )
+        header = build_header(backend.backend_id, 1)
+        record = seal(cipher, header, b"context", NO_FLAGS + bytes(RECORD_SIZES[size]))
         results.count(f"record/{size}/{backend.name}", len(record), "B")
 
 

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import AesGcmBackend, FernetBackend
 from adk_secure_sessions.backends.registry import Backends, check_backends
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.crypto.aead import Aes256Gcm
 from adk_secure_sessions.db.protocol import Apply, Change, Executors, Parameters, Read, Row, Steps
 from adk_secure_sessions.formats.records import NO_LINK, encode_text, new_link
@@ -178,7 +178,7 @@ def backends(*, fernet: bool = False) -> Backends:
 def data_keys(ring: Keyring | None = None, *, fernet: bool = False) -> DatabaseKeys:
     """A process's data keys: none yet."""
     listed = backends(fernet=fernet)
-    return DatabaseKeys(ring or keyring(), listed.by_id, listed.writing_backend, Lru(100))
+    return DatabaseKeys(ring or keyring(), listed.by_id, listed.writing_backend, FifoCache(100))
 
 
 def fingerprints(ring: Keyring | None = None) -> list[MasterFingerprint]:

@@ -272,16 +272,16 @@ def encode_part(part: str | bytes) -> bytes:
     return _LENGTH.pack(len(part)) + part
 
 
-def seal(cipher: Cipher, backend_id: int, key_id: int, context: bytes, plaintext: bytes) -> bytes:
+def seal(cipher: Cipher, header: bytes, context: bytes, plaintext: bytes) -> bytes:
     """Encrypt *plaintext*, which begins with its flags; return the record, bound to *context*."""
-    start = build_header(backend_id, key_id)
     failure = "it returned something that is not bytes"
     try:
-        sealed = cipher.encrypt(plaintext, start + context)
+        sealed = cipher.encrypt(plaintext, header + context)
         if isinstance(sealed, bytes):
-            return start + sealed
+            return header + sealed
     except Exception as error:  # its text may contain the plaintext: do not quote it
         failure = type(error).__name__
+    backend_id, _ = parse_header(header)
     raise SecureSessionError(f"backend {backend_id} failed to encrypt: {failure}")
 
 

@@ -14,12 +14,12 @@ docs/format.md, "Which data key encrypts", defines three more terms:
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from adk_secure_sessions import telemetry
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.errors import (
     ConfigurationError,
     DecryptionError,
@@ -97,13 +97,18 @@ class DataKeyRow(NamedTuple):
 class DataKey(HoldsSecrets):
     """An unwrapped data key.  Only its cipher contains the bytes of the key."""
 
-    id: int
-    generation: int
-    backend_id: int
+    row: DataKeyRow
     master_id: int  # the id of the data master that wraps this key
     cipher: Cipher
-    row: DataKeyRow
     keyring: Keyring  # with which `row` was unwrapped, or wrapped
+    id: int = field(init=False)
+    generation: int = field(init=False)
+    backend_id: int = field(init=False)
+    header: bytes = field(init=False)  # of the records that this key encrypts
+
+    def __post_init__(self) -> None:
+        self.id, _, self.generation, self.backend_id, *_ = self.row
+        self.header = records.build_header(self.backend_id, self.id)
 
 
 class StaleKeyring(Exception):
@@ -129,14 +134,13 @@ class DatabaseKeys(HoldsSecrets):
     keyring: Keyring  # another object when the keyring is read again
     backends: Mapping[int, EncryptionBackend]
     writing_backend: EncryptionBackend
-    by_owner: Lru[bytes, OwnerKeys]
+    by_owner: FifoCache[bytes, OwnerKeys]
 
     def has_cached_keys_of(self, *owner_tags: bytes) -> bool:
         """Return whether the data keys of all these owners are cached."""
         return all(map(self.by_owner.get, owner_tags))
 
 
-@dataclass(eq=False, repr=False)
 class TransactionKeys:
     """The data keys that one transaction uses.
 
@@ -153,19 +157,25 @@ class TransactionKeys:
     uses no cached data keys, because one may have been deleted since it was cached.
     """
 
-    _database_keys: DatabaseKeys
-    _: KW_ONLY
-    keyring_was_reread: bool = True
-    uses_cache: bool = True
-    # The ids of data keys that earlier attempts of this operation have stored in a key database.
-    # The owners' rows do not name these data keys yet.
-    stored_key_ids: Collection[int] = ()
-    packing: Packing = Packing()
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        database_keys: DatabaseKeys,
+        *,
+        keyring_was_reread: bool = True,
+        uses_cache: bool = True,
+        stored_key_ids: Collection[int] = (),
+        packing: Packing = Packing(),
+    ) -> None:
+        self._database_keys = database_keys
+        self.keyring_was_reread: bool = keyring_was_reread
+        self.uses_cache: bool = uses_cache
+        # The ids of data keys that earlier attempts of this operation have stored in a key
+        # database.  The owners' rows do not name these data keys yet.
+        self.stored_key_ids: Collection[int] = stored_key_ids
+        self.packing: Packing = packing
         # Always the same object, although `_database_keys` may get another while a thread runs the
         # transaction: `keyring_guard` must be about the keyring whose master wraps a new key.
-        self.keyring: Keyring = self._database_keys.keyring
+        self.keyring: Keyring = database_keys.keyring
         # The data keys that this transaction has read, created or taken from the cache, by owner.
         # The cache may remove or replace them meanwhile, but the transaction continues to use them.
         self._by_owner: dict[bytes, OwnerKeys] = {}
@@ -278,7 +288,7 @@ class TransactionKeys:
         key = writer.new_key()
         row = wrap_data_key(row, keyring, master_id, key)
         cipher = writer.cipher(key)
-        new = DataKey(row.id, generation, row.backend_id, master_id, cipher, row, keyring)
+        new = DataKey(row, master_id, cipher, keyring)
         self._by_owner[owner_tag] = OwnerKeys({**keys.by_id, new.id: new}, new, generation)
         self._fresh_owners.add(owner_tag)
         self.new_rows.append(row)
@@ -323,11 +333,12 @@ class TransactionKeys:
         keys = self._keys_of(owner_tag)
         if keys is None or keys.current is None:
             return False
-        newest = keys.current.generation
+        current = keys.current
         for record in stored:
-            key = keys.by_id.get(records.parse_header(record)[1])
-            if key is None or key.generation > newest:
-                return False
+            if record[: records.HEADER_LENGTH] != current.header:  # rarely
+                key = keys.by_id.get(records.parse_header(record)[1])
+                if key is None or key.generation > current.generation:
+                    return False
         return True
 
     def seal(
@@ -342,7 +353,7 @@ class TransactionKeys:
         plaintext = content if has_flags else self.packing.pack(content)
         key = self.current(owner_tag)
         assert key is not None
-        record = records.seal(key.cipher, key.backend_id, key.id, context, plaintext)
+        record = records.seal(key.cipher, key.header, context, plaintext)
         if self.measured_call is not None:
             self.count_work("encrypt", key, len(content) - has_flags, began)
         return record
@@ -387,6 +398,10 @@ class TransactionKeys:
         Raises the error of the row of the data key, if `unwrap` has rejected it.
         """
         keys = self._keys_of(owner_tag)
+        current = keys.current if keys else None
+        is_usual = current and type(record) is bytes and not self._rejected
+        if current and is_usual and record[: records.HEADER_LENGTH] == current.header:
+            return current
         backend_id, key_id = records.parse_header(record)
         if backend_id not in self._database_keys.backends:
             raise _not_listed_error(backend_id)
@@ -454,14 +469,15 @@ class TransactionKeys:
             reason = Reason.MALFORMED
             raise TamperedError("its backend rejects the data key", reason=reason) from None
         _, master_id = records.parse_header(row.wrapped)
-        return DataKey(row.id, row.generation, row.backend_id, master_id, cipher, row, self.keyring)
+        return DataKey(row, master_id, cipher, self.keyring)
 
 
 def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes) -> DataKeyRow:
     """Wrap the data key *key* with data master *master_id*, and return *row* with the result."""
     master = keyring.data_master(master_id)
     context = row.context(keyring.database_id_for(master_id))
-    record = records.seal(master, WRAP_BACKEND_ID, master_id, context, records.NO_FLAGS + key)
+    header = records.build_header(WRAP_BACKEND_ID, master_id)
+    record = records.seal(master, header, context, records.NO_FLAGS + key)
     if len(record) > MAX_WRAPPED:
         raise ConfigurationError(
             f"backend {row.backend_id} makes keys that take more than {MAX_WRAPPED} bytes"

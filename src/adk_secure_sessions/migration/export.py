@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from adk_secure_sessions.audit import add_facts, audited_command
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.errors import DecryptionError
 from adk_secure_sessions.formats import json_text
 from adk_secure_sessions.formats.times import datetime_of
@@ -281,7 +281,7 @@ class _ExportToAdk(_ExportRun):
 @dataclass(repr=False, eq=False)
 class _ExportOfLines(_ExportRun):
     _write_bytes: Callable[[bytes], object]
-    _states: Lru[Ids, bytes] = field(default_factory=lambda: Lru(_CACHED_STATES))
+    _states: FifoCache[Ids, bytes] = field(default_factory=lambda: FifoCache(_CACHED_STATES))
     _apps_with_lines: set[Ids] = field(default_factory=set)
 
     async def _write(self) -> None:

@@ -26,7 +26,7 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 
 from adk_secure_sessions import audit
-from adk_secure_sessions.caches import Lru
+from adk_secure_sessions.caches import FifoCache
 from adk_secure_sessions.concurrency import ClosedByWith, in_groups
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError
 from adk_secure_sessions.formats import json_text
@@ -399,8 +399,8 @@ class PlaintextFallbackService(BaseSessionService, ClosedByWith):
         """
         # The owners whose state was copied or erased, which is never undone, or is not in the
         # source, which does not change any more.
-        settled: Lru[Ids, bool]
-        settled = await self._runner.cached_object(self, lambda: Lru(_CACHED_OWNERS))
+        settled: FifoCache[Ids, bool]
+        settled = await self._runner.cached_object(self, lambda: FifoCache(_CACHED_OWNERS))
         owners: list[Ids] = [(app_name,), *((app_name, user_id) for user_id in user_ids)]
         unsettled = {owner for owner in owners if not settled.get(owner)}
         if not unsettled:

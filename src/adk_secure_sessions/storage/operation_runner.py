@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from adk_secure_sessions import audit, telemetry
 from adk_secure_sessions.backends.registry import Backends
-from adk_secure_sessions.caches import Caches, Lru
+from adk_secure_sessions.caches import Caches, FifoCache
 from adk_secure_sessions.concurrency import LoopLocks, call_later
 from adk_secure_sessions.db.protocol import (
     MAX_CONFLICTS,
@@ -228,7 +228,7 @@ class _OpenState(NamedTuple):
     keys: DatabaseKeys
     row_cache: RowCache
     # Of sessions and collections, by their ids; and any one of each user, by app name and user id.
-    identities: Lru[tuple[object, ...], Identity]
+    identities: FifoCache[tuple[object, ...], Identity]
     # See `OperationRunner.cached_object`.
     objects: "WeakKeyDictionary[object, tuple[int, Any]]"
     emptied_at: float
@@ -415,7 +415,8 @@ class OperationRunner:
                     for row in key_search.unconfirmed_keys:
                         if keys.has_accepted(row):
                             _record_data_key(database_keys.keyring, row)
-                    _cache_identity(opened, row_cache, identity)
+                    if opened.identities.get(identity[:4]) is not identity:
+                        _cache_identity(opened.identities, row_cache, identity)
                     return result
             except (UniqueViolation, Conflict, Disconnected) as error:
                 # A new data key is stored only if the keyring that we have read is current.  So
@@ -563,9 +564,11 @@ class OperationRunner:
     def _with_empty_caches(self, keyring: Keyring) -> _OpenState:
         backends, sizes = self.backends, self.cache_sizes
         return _OpenState(
-            DatabaseKeys(keyring, backends.by_id, backends.writing_backend, Lru(sizes.data_keys)),
+            DatabaseKeys(
+                keyring, backends.by_id, backends.writing_backend, FifoCache(sizes.data_keys)
+            ),
             RowCache(sizes.sessions, sizes.events),
-            Lru(sizes.sessions),
+            FifoCache(sizes.sessions),
             WeakKeyDictionary(),
             time.monotonic() + sizes.seconds,
             WeakKeyDictionary(),
@@ -580,21 +583,20 @@ class OperationRunner:
         return row
 
 
-def _cache_identity(opened: _OpenState, rows: RowCache, identity: Identity) -> None:
+def _cache_identity(
+    identities: FifoCache[tuple[object, ...], Identity], rows: RowCache, identity: Identity
+) -> None:
     """Cache *identity* if *rows* has its rows: computing tags takes a seventh of an empty read.
 
     An operation that bypasses the row cache has none: some commands know only the tag of a user.
     """
-    ids = (identity.app_name, identity.user_id, identity.session_id, identity.is_collection)
-    if opened.identities.get(ids) is identity:
-        return
     owner = rows.users.get(identity.user_tag)
     if not identity.user_id:
         owner = owner or rows.apps.get(identity.app_tag)
     if owner and (not identity.session_id or rows.sessions.get(identity.session_tag)):
-        opened.identities.put(ids, identity)
-        if not opened.identities.get(ids[:2]):
-            opened.identities.put(ids[:2], identity)
+        identities.put(identity[:4], identity)
+        if not identities.get(identity[:2]):
+            identities.put(identity[:2], identity)
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:

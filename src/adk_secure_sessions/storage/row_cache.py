@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from adk_secure_sessions.caches import Lru, SizedLru
+from adk_secure_sessions.caches import FifoCache, SizedLru
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.storage.schema import Owner, StoredSession, WitnessRow
 
@@ -80,9 +80,9 @@ class RowCache:
     """
 
     def __init__(self, limit: int, size_of_events: int = 0) -> None:
-        self.apps: Lru[bytes, CachedRow[Owner]] = Lru(limit)
-        self.users: Lru[bytes, CachedRow[Owner]] = Lru(limit)
-        self.sessions: Lru[bytes, CachedRow[StoredSession]] = Lru(limit)
+        self.apps: FifoCache[bytes, CachedRow[Owner]] = FifoCache(limit)
+        self.users: FifoCache[bytes, CachedRow[Owner]] = FifoCache(limit)
+        self.sessions: FifoCache[bytes, CachedRow[StoredSession]] = FifoCache(limit)
         # The first events of the sessions that were read last, in at most *size_of_events* bytes.
         self.events: SizedLru[bytes, CachedEvents] = SizedLru(size_of_events)
         self.entry_count: int = 0
@@ -90,7 +90,7 @@ class RowCache:
 
     def put(
         self,
-        rows: Lru[bytes, CachedRow[V]],
+        rows: FifoCache[bytes, CachedRow[V]],
         witness: WitnessRow | None,
         value: V,
         *,

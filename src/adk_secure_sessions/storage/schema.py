@@ -428,16 +428,16 @@ class Identity(NamedTuple):
     app_name: str
     user_id: str
     session_id: str
+    is_collection: bool
     app_tag: bytes
     user_tag: bytes
     session_tag: bytes
     session_prefix: bytes = b""
     event_prefix: bytes = b""
-    is_collection: bool = False
 
     @property
     def ids(self) -> tuple[str, str, str]:
-        return self.app_name, self.user_id, self.session_id
+        return self[:3]
 
     def tag_parameters(self) -> dict[str, object]:
         """Return the tags as parameters of the statements in `queries`."""
@@ -468,12 +468,12 @@ def identify(
         app_name,
         user_id,
         session_id,
+        is_collection,
         of_user.app_tag if of_user else master.mac_of_prefix(_KIND["app"] + app),
         of_user.user_tag if of_user else master.mac_of_prefix(_KIND["user"] + user),
         session_tag,
         _KIND[SESSIONS.kind] + user + encode_part(session_tag),
         _KIND[EVENTS.kind] + session,
-        is_collection,
     )
 
 
