@@ -78,6 +78,11 @@ async def assert_read_rejected(db: Database, run: Running, who: SessionIds = VIS
     assert db.dump() == before
 
 
+async def assert_listing_rejected(run: Running) -> None:
+    with pytest.raises(TamperedError):
+        await run.service.list_sessions(app_name=VISIT.app_name, user_id=VISIT.user_id)
+
+
 async def assert_others_work(run: Running) -> None:
     for who in (BOB, CAROL):
         session = await run.service.get_session(**who._asdict())
@@ -107,6 +112,8 @@ async def test_append_to_a_session_whose_row_was_modified_is_rejected(
 ) -> None:
     async with running(db) as run:
         db.run(f"UPDATE secure_sessions SET {column} = {SESSION_COLUMNS[column]} WHERE id = :visit")
+        if column != "user_row":  # this user has no such session any more
+            await assert_listing_rejected(run)
         await assert_append_rejected(db, run, delta)
         await assert_read_rejected(db, run)
         await assert_others_work(run)
@@ -126,6 +133,8 @@ async def test_append_after_a_row_was_removed_or_added_is_rejected(
 ) -> None:
     async with running(db) as run:
         db.run(attack)
+        if "INSERT" in attack:
+            await assert_listing_rejected(run)
         await assert_append_rejected(db, run, {"step": 11})
         await assert_read_rejected(db, run)
         await assert_others_work(run)

@@ -50,8 +50,10 @@ _INTEGERS, _BLOBS = 8, 3
 # history may have thousands of events, and converting each row to a named tuple would take as long
 # as finding the cipher that decrypts it.
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _INTEGERS
-# The positions of `last_seq`, and of the record of the version witness, in the row of a session.
-_LAST_SEQ, _WITNESS = _INTEGERS, _INTEGERS + _BLOBS
+# The same of a session, for listings: most rows are compared with those of the last listing.
+SESSION_ID, SESSION_USER, SESSION_TAG = 1, 2, 1 + _INTEGERS
+# The `seq` of the session's last event, or -1; in a listing, the record of its version witness.
+SESSION_LAST_SEQ, _SESSION_WITNESS = _INTEGERS, _INTEGERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
 
@@ -622,25 +624,18 @@ class QueryRows:
     def __init__(self, rows: Iterable[Row], reads_snapshots: bool = True) -> None:
         self.reads_snapshots: bool = reads_snapshots
         kinds: list[list[Any]] = [[], [], [], [], [], [], [], [], [], []]
-        # The `seq` of the last event, or -1, by the row id of the session.
-        self.last_seqs: dict[int, int] = {}
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
-        listed, event_rows = kinds[_WITNESS_KIND.number], kinds[_EVENT_KIND.number]
-        event, session, tag_of_session = _EVENT_KIND.number, _SESSION_KIND.number, 1 + _INTEGERS
+        unchanged = (_EVENT_KIND.number, _SESSION_KIND.number)
         for row in rows:
             number = row[0]
-            if number == event:
-                event_rows.append(row)
-                continue
-            if number == session:
-                self.last_seqs[row[1]] = row[_LAST_SEQ]
-                if row[_WITNESS] is not None:  # of a listing
-                    listed.append(make(WitnessRow, (row[tag_of_session], row[1], row[_WITNESS])))
-            kind, values = _ROW_LAYOUTS[number]
-            kinds[number].append(make(kind, values(row)))
+            if number in unchanged:
+                kinds[number].append(row)
+            else:
+                kind, values = _ROW_LAYOUTS[number]
+                kinds[number].append(make(kind, values(row)))
         self.apps: list[AppRow]
         self.users: list[UserRow]
-        self.sessions: list[SessionRow]
+        self.sessions: list[Row]  # as the driver returns them: see SESSION_ID
         self.events: list[Row]  # as the driver returns them: see EVENT_SEQ
         self.data_keys: list[DataKeyRow]
         self.master_fingerprints: list[MasterFingerprint]
@@ -652,6 +647,18 @@ class QueryRows:
         self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
         self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
         self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}
+
+
+def session_row(row: Row) -> SessionRow:
+    """Return a row of `QueryRows.sessions` as a named tuple."""
+    values = _ROW_LAYOUTS[_SESSION_KIND.number][1](row)
+    return tuple.__new__(SessionRow, values)
+
+
+def listed_witness(row: Row) -> WitnessRow | None:
+    """Return the version witness in a row of `QueryRows.sessions`; None if it is in no listing."""
+    record = row[_SESSION_WITNESS]
+    return None if record is None else WitnessRow(row[SESSION_TAG], row[SESSION_ID], record)
 
 
 # The lengths of value lists in statements; see `padded_chunks`.  Most lists have two values: the

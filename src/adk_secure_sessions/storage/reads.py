@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions import telemetry
@@ -11,10 +12,18 @@ from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import NO_LINK
+from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import Attempt, StorageOperation, read_data_keys
-from adk_secure_sessions.storage.queries import EVENT_SEQ, EVENT_TIME, QueryRows
+from adk_secure_sessions.storage.queries import (
+    EVENT_SEQ,
+    EVENT_TIME,
+    SESSION_ID,
+    SESSION_TAG,
+    SESSION_USER,
+    QueryRows,
+)
 from adk_secure_sessions.storage.row_cache import CachedEvents, size_of_event
 from adk_secure_sessions.storage.schema import (
     SESSIONS,
@@ -306,32 +315,37 @@ class Listing(StorageOperation[T]):
 
     async def _open_sessions(self, attempt: Attempt, rows: QueryRows) -> list[SessionWithStates]:
         """Return the sessions or collections in *rows* that have not, or have, expired."""
-        owners = {user.row.id: user for user in await self._open_users(attempt, rows)}
+        decrypted = await self._open_users(attempt, rows)
         app = sealed_rows.open_app(attempt, rows)
         app_state = app.state if app else b""
-        checked_users: set[int] = set()  # the users of *app*, so that each is checked once
-        opened = []
-        tags: set[object] = set()
-        for row in rows.sessions:
-            user = owners.get(row.user_row)
+        users = {}
+        for user in decrypted:
             try:
-                if row.tag in tags:
-                    raise sealed_rows.stored_twice_error(SESSIONS.name, row.id)
-                tags.add(row.tag)
-                if user is None:
+                sealed_rows.require_app(app, user)
+                users[user.row.id] = user
+            except DecryptionError as error:
+                self._skip_or_raise(attempt, error)
+        opened: list[SessionWithStates] = []
+        tags: set[object] = set()
+        now = time_now()
+        for stored in rows.sessions:
+            try:
+                if (tag := stored[SESSION_TAG]) in tags:
+                    raise sealed_rows.stored_twice_error(SESSIONS.name, stored[SESSION_ID])
+                tags.add(tag)
+                owner = users.get(stored[SESSION_USER])
+                if owner is None:
                     raise TamperedError(
                         "its user's row was removed or cannot be decrypted",
                         Reason.MISSING,
                         SESSIONS.name,
-                        row.id,
+                        stored[SESSION_ID],
                     )
-                session = sealed_rows.open_session_row(attempt, rows, user, row)
-                if user.row.id not in checked_users:
-                    sealed_rows.require_app(app, user)
-                    checked_users.add(user.row.id)
-                is_wanted = session.has_expired == self.lists_expired
-                if is_wanted and session.row.is_collection == self.is_collection:
-                    opened.append(SessionWithStates(session, user.user_id, app_state, user.state))
+                session = sealed_rows.open_session_row(attempt, rows, owner, stored)
+                row = session.row
+                has_expired = row.expires_at <= now
+                if has_expired == self.lists_expired and row.is_collection == self.is_collection:
+                    opened.append(SessionWithStates(session, owner.user_id, app_state, owner.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)
         return opened
@@ -386,6 +400,8 @@ class SessionPosition(NamedTuple):
     user_row_id: int
     row_id: int
 
+
+_POSITION = itemgetter(SESSION_USER, SESSION_ID)  # of a session row
 
 StoredSessionPage = Page[SessionWithStates, SessionPosition]
 
@@ -458,12 +474,11 @@ class ListSessionsPage(Listing[StoredSessionPage]):
         # Sort the rows, because a UNION ALL guarantees no order.  Even in a modified database,
         # these ids are integers: `id` is an integer primary key, and `user_row` equals the `id` of
         # a user.
-        rows.sessions.sort(key=lambda row: (row.user_row, row.id), reverse=self._options.newest)
+        rows.sessions.sort(key=_POSITION, reverse=self._options.newest)
         after = None
         if len(rows.sessions) > limit:
             del rows.sessions[limit:]
-            last = rows.sessions[-1]
-            after = SessionPosition(last.user_row, last.id)
+            after = SessionPosition(*_POSITION(rows.sessions[-1]))
         sessions = await self._open_sessions(attempt, rows)
         # `_open_users` removes all sessions of a user who cannot be decrypted: no page follows.
         return Page(sessions, after if rows.sessions else None)

@@ -5,6 +5,7 @@ from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from adk_secure_sessions.caches import FifoCache, SizedLru
+from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.hiding import HoldsSecrets
 from adk_secure_sessions.storage.schema import Owner, StoredSession, WitnessRow
 
@@ -17,13 +18,15 @@ class CachedRow(NamedTuple, Generic[V]):
     If a later read returns exactly the same row and witness, the row is not decrypted again.
     *entry_number* was `RowCache.entry_count` after the entry was made.  For a session,
     *last_event_is_verified* is True if this process has decrypted or written its last event.  An
-    append then needs no read.
+    append then needs no read.  *listed* is the row by which a listing has last returned the
+    session, if its snapshot is cached, too: comparing it alone saves a tenth of a listing.
     """
 
     witness: WitnessRow | None
     value: V
     entry_number: int
     last_event_is_verified: bool = False
+    listed: Row | None = None
 
 
 # Estimated bytes of memory: `CachedEvents` without events; an event in addition to its text; each

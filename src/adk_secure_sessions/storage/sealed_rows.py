@@ -1,6 +1,6 @@
 """Encrypt and decrypt rows, and check that rows of one read belong together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -21,7 +21,18 @@ from adk_secure_sessions.formats.records import (
     split_link,
 )
 from adk_secure_sessions.storage.operation_runner import Attempt
-from adk_secure_sessions.storage.queries import EVENT_RECORD, EVENT_SEQ, EVENT_TIME, QueryRows
+from adk_secure_sessions.storage.queries import (
+    EVENT_RECORD,
+    EVENT_SEQ,
+    EVENT_TIME,
+    SESSION_ID,
+    SESSION_LAST_SEQ,
+    SESSION_TAG,
+    SESSION_USER,
+    QueryRows,
+    listed_witness,
+    session_row,
+)
 from adk_secure_sessions.storage.row_cache import CachedRow
 from adk_secure_sessions.storage.schema import (
     APPS,
@@ -43,6 +54,7 @@ from adk_secure_sessions.storage.schema import (
 )
 
 R = TypeVar("R", bound=tuple[Any, ...])
+S = TypeVar("S", bound=Sequence[Any])
 
 _TABLES: dict[type, SealedTable[Any]] = {AppRow: APPS, UserRow: USERS, SessionRow: SESSIONS}
 
@@ -124,40 +136,45 @@ def open_session(attempt: Attempt, rows: QueryRows, user: Owner | None) -> Store
     DecryptionError if one of its rows, or only its user's row, was tampered with or removed.
     """
     tag = attempt.identity.session_tag
-    row = _only_row(rows, rows.sessions, tag, SESSIONS)
-    if row is None:
+    stored = _only_row(rows, rows.sessions, tag, SESSIONS, id_at=SESSION_ID)
+    if stored is None:
         attempt.forget_session()
         return None
+    row_id = stored[SESSION_ID]
     if user is None:
-        raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row.id)
-    session = open_session_row(attempt, rows, user, row)
+        raise TamperedError("its user's row was removed", Reason.MISSING, SESSIONS.name, row_id)
+    session = open_session_row(attempt, rows, user, stored)
     if session.row.tag != tag or session.session_id != attempt.identity.session_id:
         kind = "collection" if attempt.identity.is_collection else "session"
-        raise TamperedError(f"not the requested {kind}", Reason.WRONG_OWNER, SESSIONS.name, row.id)
+        raise TamperedError(f"not the requested {kind}", Reason.WRONG_OWNER, SESSIONS.name, row_id)
     return session
 
 
-def open_session_row(
-    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow
-) -> StoredSession:
-    """Return the decrypted session in *row*, which may be any session of *user*.
+def open_session_row(attempt: Attempt, rows: QueryRows, user: Owner, stored: Row) -> StoredSession:
+    """Return the decrypted session in *stored*, a row of `rows.sessions`: any session of *user*.
 
     If the row and its version witness equal the cached ones, the cached session is returned, but
     not if it needs a snapshot, which is never cached.
     """
-    cache, witness = attempt.row_cache, rows.witnesses.get(row.tag)
-    cached, unchanged = cache.sessions.get(row.tag), None
+    cache = attempt.row_cache
+    cached, unchanged = cache.sessions.get(stored[SESSION_TAG]), None
+    if cached and cached.listed == stored and stored[SESSION_USER] == user.row.id:
+        return cached.value
+    row, in_listing = session_row(stored), listed_witness(stored)
+    witness = in_listing or rows.witnesses.get(row.tag)
     if (
         cached
         and cached.value.row == row  # so its revision is a number
         and row.user_row == user.row.id
-        and rows.last_seqs.get(row.id) == row.revision - 1
+        and stored[SESSION_LAST_SEQ] == row.revision - 1
     ):
-        unchanged = cached
-        is_complete = not rows.reads_snapshots or cached.value.snapshot is not None
+        unchanged, has_snapshot = cached, cached.value.snapshot is not None
+        is_complete = has_snapshot or not rows.reads_snapshots
         if is_complete and witness and cached.witness == witness:
+            if in_listing and has_snapshot:
+                cache.sessions.put(row.tag, cached._replace(listed=stored))
             return cached.value
-    session = _decrypt_session(attempt, rows, user, row)
+    session = _decrypt_session(attempt, rows, user, row, stored[SESSION_LAST_SEQ])
     with locating_errors(SESSIONS.name, row.id):
         _check_witness(attempt, witness, user.row.tag, row.id, b"")
         _reject_older(attempt, cached, row.id, row.revision)
@@ -168,7 +185,7 @@ def open_session_row(
 
 
 def _decrypt_session(
-    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow
+    attempt: Attempt, rows: QueryRows, user: Owner, row: SessionRow, last_seq: object
 ) -> StoredSession:
     """Decrypt a session of *user*, and check that its revision is the number of its events."""
     with locating_errors(SESSIONS.name, row.id):
@@ -183,7 +200,6 @@ def _decrypt_session(
             raise TamperedError(
                 "it names a snapshot and has none: its writer is faulty", Reason.MALFORMED
             )
-        last_seq = rows.last_seqs.get(row.id)
         if last_seq != row.revision - 1:
             last = last_seq if isinstance(last_seq, int) else "no number"
             item = "item" if row.is_collection else "event"
@@ -414,12 +430,17 @@ def _reject_older(
         )
 
 
-def _only_row(rows: QueryRows, with_tag: list[R], tag: bytes, table: SealedTable[R]) -> R | None:
-    """Return the row in *with_tag*, the rows of *table* with *tag*; None if it is not stored."""
+def _only_row(
+    rows: QueryRows, with_tag: list[S], tag: bytes, table: SealedTable[Any], id_at: int = 0
+) -> S | None:
+    """Return the row in *with_tag*, the rows of *table* with *tag*; None if it is not stored.
+
+    *id_at* is the position of the row id.
+    """
     if len(with_tag) == 1:
         return with_tag[0]
     if with_tag:
-        raise stored_twice_error(table.name, with_tag[1][0])
+        raise stored_twice_error(table.name, with_tag[1][id_at])
     if tag in rows.witnesses:
         raise TamperedError(
             f"the row of {table.name} with tag {tag.hex()} was removed or its tag was modified: "
