@@ -86,37 +86,44 @@ _after_user = sa.bindparam("after_user", type_=sa.BigInteger)
 _after_row = sa.bindparam("after_row", type_=sa.BigInteger)
 
 
-class _ByteLength(sa.sql.functions.GenericFunction[int]):
-    """`length` of a binary value, or of a text, which SQLite would count up to its first NUL."""
-
-    name = "length"
-    inherit_cache = True
-    _register = False
-
-
-@compiles(_ByteLength, "sqlite")
-def _sqlite_byte_length(element: Any, compiler: Any, **options: Any) -> str:
-    return f"length(CAST({compiler.process(element.clauses, **options)} AS BLOB))"
-
-
-def null_if_invalid(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-    """Return *column* of a table of keys, with NULL instead of a value that no service stores.
+class _NullIfInvalid(sa.sql.functions.FunctionElement[Any]):
+    """A column of a table of keys, with NULL instead of a value that no service stores.
 
     An attacker may have stored values of any size and, on SQLite, of any type.  Without this
     function, every start and every read of keys would load these values.
     """
+
+    name = "null_if_invalid"
+    inherit_cache = True
+
+    def __init__(self, column: sa.ColumnElement[Any]) -> None:
+        super().__init__(column)
+        self.type = column.type
+
+
+@compiles(_NullIfInvalid)
+def _null_if_invalid(element: Any, compiler: Any, **options: Any) -> str:
+    [column] = element.clauses
+    name = compiler.process(column, **options)
     # SQLite compares any text or blob as greater than any number, so BETWEEN excludes both.
-    if isinstance(column.type, sa.BigInteger):
-        is_valid: sa.ColumnElement[bool] = column.between(_ZERO, sa.literal_column(str(2**63 - 1)))
-    else:
-        is_valid = _ByteLength(column) <= sa.literal_column(str(MAX_WRAPPED))
-    return sa.case((is_valid, column)).label(column.key)
+    is_valid = f"{name} BETWEEN 0 AND {2**63 - 1}"
+    if not isinstance(column.type, sa.BigInteger):
+        # SQLite would count the characters of a text up to its first NUL.
+        value = f"CAST({name} AS BLOB)" if compiler.dialect.name == "sqlite" else name
+        is_valid = f"length({value}) <= {MAX_WRAPPED}"
+    return f"CASE WHEN ({is_valid}) THEN {name} END"
+
+
+def _valid_columns(table: sa.Table) -> Iterator[sa.ColumnElement[Any]]:
+    """Yield the id, and the other columns with NULL instead of a value that no service stores."""
+    yield table.c.id
+    yield from (_NullIfInvalid(column).label(column.key) for column in list(table.c)[1:])
 
 
 # Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
-MASTER_KEYS = sa.select(keyring.c.id, *map(null_if_invalid, list(keyring.c)[1:]))
+MASTER_KEYS: sa.Select[Any] = sa.select(*_valid_columns(keyring))
 # Query for data keys only; its columns are the fields of DataKeyRow.
-DATA_KEYS: sa.Select[Any] = sa.select(data_keys.c.id, *map(null_if_invalid, list(data_keys.c)[1:]))
+DATA_KEYS: sa.Select[Any] = sa.select(*_valid_columns(data_keys))
 
 
 _LABELS = ("kind", *"abcdefghijk")
