@@ -131,7 +131,7 @@ def create_table_of(feature: str, connection: sa.Connection, *, may_create: bool
                 f"the table {table.name} is missing, and create_tables is False: {advice}"
             )
         try:
-            table.create(connection)
+            table.metadata.create_all(connection, [table], checkfirst=False)
         except sa.exc.DBAPIError as error:
             if already_exists(error):
                 connection.rollback()

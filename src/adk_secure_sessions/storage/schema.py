@@ -283,8 +283,11 @@ state_index: sa.Table = _define_table(
 )
 
 
-def _set_options(table: sa.Table, connection: sa.Connection, **_: object) -> None:
-    dialect_of(connection).set_table_options(table)
+def _set_options(
+    _: sa.MetaData, connection: sa.Connection, tables: Sequence[sa.Table], **__: object
+) -> None:
+    for table in tables:
+        dialect_of(connection).set_table_options(table)
 
 
 def _store_external(table: sa.Table, connection: sa.Connection, **_: object) -> None:
@@ -302,8 +305,9 @@ DATA_TABLES = tuple(table for table in TABLES if table not in (keyring, data_key
 
 FEATURE_TABLES = tuple(feature_metadata.tables.values())  # in the data database
 
+for _metadata in (metadata, feature_metadata):
+    sa.event.listen(_metadata, "before_create", _set_options)
 for _table in (*TABLES, *FEATURE_TABLES):
-    sa.event.listen(_table, "before_create", _set_options)
     sa.event.listen(_table, "after_create", _store_external)
 
 _RANDOM_BITS = 21

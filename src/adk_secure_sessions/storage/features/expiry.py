@@ -1,9 +1,11 @@
 """Expiry without a command: each new session deletes at most two sessions that have expired."""
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -31,16 +33,16 @@ _MAX_DELETED = 2
 # pause for 60 s, because each try logs them all; also if the index could not be created in time,
 # because writes wait for that.
 _MAX_READ, _PAUSE = 10, 60
-# The names of the apps are authenticated when their sessions are decrypted.
-_APPS_OF_EXPIRED = first_rows(
-    sa.select(apps.c.app_name)
-    .select_from(sessions)
-    .join(users, users.c.id == sessions.c.user_row)
-    .join(apps, apps.c.id == users.c.app_row)
-    .where(HAS_EXPIRED)
-    .order_by(sessions.c.expires_at),
-    sa.bindparam("limit", type_=sa.BigInteger),
-)
+
+
+@functools.cache
+def _apps_of_expired() -> sa.Select[Any]:
+    # The names of the apps are authenticated when their sessions are decrypted.
+    names: sa.Select[Any] = sa.select(apps.c.app_name).select_from(sessions)
+    names = names.join(users, users.c.id == sessions.c.user_row)
+    names = names.join(apps, apps.c.id == users.c.app_row)
+    names = names.where(HAS_EXPIRED).order_by(sessions.c.expires_at)
+    return first_rows(names, sa.bindparam("limit", type_=sa.BigInteger))
 
 
 class Expiry:
@@ -67,7 +69,7 @@ class Expiry:
             await self._ensure_index()
             now = time_now()
             rows = await self._runner.data_db.read(
-                _APPS_OF_EXPIRED, {"now": now, "limit": _MAX_READ}
+                _apps_of_expired(), {"now": now, "limit": _MAX_READ}
             )
             expired = [one for (name,) in set(rows) for one in await self._read_expired(name, now)]
             for app_name, one in expired[:_MAX_DELETED]:
