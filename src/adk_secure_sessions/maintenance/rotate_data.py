@@ -37,6 +37,7 @@ from adk_secure_sessions.maintenance.row_scan import (
 )
 from adk_secure_sessions.results import aligned, counter
 from adk_secure_sessions.storage import key_operations, meta
+from adk_secure_sessions.storage.queries import grouped
 from adk_secure_sessions.storage.schema import (
     SEALED_TABLES,
     SealedTable,
@@ -47,7 +48,7 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
-from adk_secure_sessions.storage.table_walk import RowRange, grouped, pages, rows_where
+from adk_secure_sessions.storage.table_walk import RowRange, pages, rows_where
 
 _APPS, _USERS, _SESSIONS, _SNAPSHOTS, _EVENTS, _WITNESSES = SEALED_TABLES
 # One statement reads a group of at most `_GROUP_SIZE` records and `_GROUP_BYTES` bytes.

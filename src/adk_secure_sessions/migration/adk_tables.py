@@ -43,7 +43,7 @@ from adk_secure_sessions.migration.sources import (
     States,
     Unreadable,
 )
-from adk_secure_sessions.storage.table_walk import grouped
+from adk_secure_sessions.storage.queries import grouped
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine  # this import takes a third of a second

@@ -34,7 +34,7 @@ from adk_secure_sessions.migration.sources import (
     UnreadableIds,
 )
 from adk_secure_sessions.storage import key_operations
-from adk_secure_sessions.storage.queries import first_rows
+from adk_secure_sessions.storage.queries import first_rows, grouped
 from adk_secure_sessions.storage.schema import (
     IS_COLLECTION,
     NEVER,
@@ -45,7 +45,7 @@ from adk_secure_sessions.storage.schema import (
     snapshots,
     users,
 )
-from adk_secure_sessions.storage.table_walk import grouped, rows_where
+from adk_secure_sessions.storage.table_walk import rows_where
 
 _BATCH = 8 * 2**20  # bytes of the stored records in one batch; a larger session is a batch alone
 # The number of sessions that are read at the same time.  `Database` has at most 10 connections.

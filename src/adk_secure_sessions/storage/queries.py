@@ -7,7 +7,7 @@ level: a UNION ALL of SELECTs with the same columns, of which the first is the k
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
@@ -43,6 +43,8 @@ from adk_secure_sessions.storage.schema import (
     users,
     witnesses,
 )
+
+T = TypeVar("T")
 
 # How many integers and how many binary values the rows of a read have.
 _INTEGERS, _BLOBS = 8, 3
@@ -682,6 +684,23 @@ def padded_chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
         size = _FEW if len(remaining) <= _FEW else _MANY
         part, remaining = remaining[:size], remaining[size:]
         yield part + part[-1:] * (size - len(part))
+
+
+def grouped(
+    items: Iterable[T], size_of: Callable[[T], int], count: int, size: int
+) -> Iterator[list[T]]:
+    """Yield groups of at most *count* items and *size* in all; a larger item is alone."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        own = size_of(item)
+        if group and (len(group) == count or total + own > size):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += own
+    if group:
+        yield group
 
 
 def is_one_of(column: sa.ColumnElement[Any], count: int) -> sa.ColumnElement[bool]:

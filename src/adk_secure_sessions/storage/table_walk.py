@@ -1,8 +1,8 @@
-"""Walk over tables in pages by a unique key, and divide items into groups of bounded size."""
+"""Walk over tables in pages by a unique key."""
 
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
@@ -11,7 +11,6 @@ from adk_secure_sessions.db.protocol import Reader, Row
 from adk_secure_sessions.errors import Reason, TamperedError
 from adk_secure_sessions.storage import queries as sql
 
-T = TypeVar("T")
 R = TypeVar("R")
 KeyColumn = sa.ColumnElement[Any]
 KeyColumns = KeyColumn | tuple[KeyColumn, ...]
@@ -108,23 +107,6 @@ def _last_key(rows: Sequence[Row], key: tuple[KeyColumn, ...]) -> Sequence[objec
                 str(value),
             )
     return end
-
-
-def grouped(
-    items: Iterable[T], size_of: Callable[[T], int], count: int, size: int
-) -> Iterator[list[T]]:
-    """Yield groups of at most *count* items and *size* in all; a larger item is alone."""
-    group: list[T] = []
-    total = 0
-    for item in items:
-        own = size_of(item)
-        if group and (len(group) == count or total + own > size):
-            yield group
-            group, total = [], 0
-        group.append(item)
-        total += own
-    if group:
-        yield group
 
 
 @functools.cache

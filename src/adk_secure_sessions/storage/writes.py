@@ -49,7 +49,6 @@ from adk_secure_sessions.storage.schema import (
     as_parameters,
     new_row_id,
 )
-from adk_secure_sessions.storage.table_walk import grouped
 
 T = TypeVar("T")
 Changes = list[Change]
@@ -625,7 +624,9 @@ def replacement_changes(
 
 def event_groups(events: Iterable[EncodedEvent]) -> list[list[EncodedEvent]]:
     """Divide *events* into groups, each of which one request can insert."""
-    return list(grouped(events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE))
+    return list(
+        sql.grouped(events, lambda one: len(one.plaintext), _EVENTS_AT_ONCE, _BYTES_AT_ONCE)
+    )
 
 
 def try_apply_with_events(
