@@ -18,7 +18,13 @@ from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from adk_secure_sessions.audit import Audit, AuditedCall, audited_access, record_rejected
+from adk_secure_sessions.audit import (
+    AccessAuditing,
+    Audit,
+    AuditedCall,
+    audited_access,
+    record_rejected,
+)
 from adk_secure_sessions.backends import EncryptionBackend
 from adk_secure_sessions.backends.registry import check_backends
 from adk_secure_sessions.caches import Caches
@@ -41,7 +47,6 @@ from adk_secure_sessions.listings import (
     position_text,
 )
 from adk_secure_sessions.storage import reads, writes
-from adk_secure_sessions.storage.features.audit_trail import auditing_for
 from adk_secure_sessions.storage.features.expiry import Expiry
 from adk_secure_sessions.storage.features.search_index import SearchIndex
 from adk_secure_sessions.storage.opening import open_database
@@ -183,7 +188,11 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
-        self._auditing = auditing_for(runner, audit)
+        self._auditing = AccessAuditing(None, None)
+        if audit is not None:
+            from adk_secure_sessions.storage.features.audit_trail import auditing_for
+
+            self._auditing = auditing_for(runner, audit)
 
     @cached_property
     def collections(self) -> "Collections":
