@@ -9,11 +9,11 @@ import sqlalchemy as sa
 
 from adk_secure_sessions.db.failures import timed_out_error
 from adk_secure_sessions.db.protocol import Executor, Executors
-from adk_secure_sessions.db.sqlite import SqliteExecutor, is_in_memory
 from adk_secure_sessions.errors import ConfigurationError, install_command
 
 # `sqlalchemy.ext.asyncio` is imported on first use.  It imports SQLAlchemy's ORM, which takes a
-# third of a second.  A SQLite database given by URL does not need it.
+# third of a second.  A SQLite database given by URL does not need it.  Each executor is imported
+# when a database needs it.
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -134,6 +134,8 @@ def _equality_key(source: Source) -> object:
     backend = url.get_backend_name()
     if backend != "sqlite":
         return url._replace(drivername=backend, password=None)
+    from adk_secure_sessions.db.sqlite import is_in_memory
+
     return object() if is_in_memory(url) else os.path.realpath(url.database or "")
 
 
@@ -157,6 +159,8 @@ def _for_url(url: sa.URL, engine_kwargs: dict[str, Any], read_timeout: float | N
         if backend != "sqlite":
             return _for_server(url, engine_kwargs, read_timeout)
         if url.drivername in _SQLITE_DRIVERS:
+            from adk_secure_sessions.db.sqlite import SqliteExecutor
+
             return SqliteExecutor(url, engine_kwargs, read_timeout)
         problem = f"names a driver that is not one of {', '.join(_SQLITE_DRIVERS)}"
     except sa.exc.NoSuchModuleError:
@@ -236,7 +240,7 @@ def _for_engine(
 ) -> Executor:
     """Create the executor for *engine*; *pool* are arguments that only `AsyncpgExecutor` has."""
     if engine.dialect.driver == "asyncpg":
-        from adk_secure_sessions.db.postgresql import AsyncpgExecutor  # asyncpg is optional
+        from adk_secure_sessions.db.postgresql import AsyncpgExecutor
 
         return AsyncpgExecutor(engine, owns_engine=owns_engine, read_timeout=read_timeout, **pool)
     from adk_secure_sessions.db.async_engine import AsyncEngineExecutor

@@ -4,7 +4,6 @@ The text and the attributes of a driver's exception may contain statement parame
 values.
 """
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -172,7 +171,7 @@ def translate(error: Exception, *, connection_lost: bool = False) -> Exception:
     unanswered = (
         not codes
         and isinstance(error, sa.exc.OperationalError)
-        and not isinstance(driver, sqlite3.Error)
+        and type(driver).__module__ != "sqlite3"
     )
     kind = _kind_of(codes)
     lost = connection_lost or getattr(error, "connection_invalidated", False)
