@@ -7,7 +7,7 @@ level: a UNION ALL of SELECTs with the same columns, of which the first is the k
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
@@ -58,18 +58,6 @@ SESSION_ID, SESSION_USER, SESSION_TAG = 1, 2, 1 + _INTEGERS
 SESSION_LAST_SEQ, _SESSION_WITNESS = _INTEGERS, _INTEGERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
-
-
-class QueryVariants(NamedTuple):
-    """Two variants of one query.  One also reads data keys and the `MasterFingerprint` of each row
-    of the keyring.  The fingerprints tell whether the keyring has changed: a data key that is
-    wrapped with a retired data master must be rejected.
-    """
-
-    without_keys: sa.CompoundSelect[Any]
-    with_keys: sa.CompoundSelect[Any]
-    # Whether the query reads the snapshots of the sessions that it reads, also if it reads none.
-    reads_snapshots: bool = True
 
 
 _app_tag = sa.bindparam("app_tag", type_=sa.LargeBinary)
@@ -260,16 +248,32 @@ _SESSION_AND_OWNERS = (
 )
 
 
-def _variants(*members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> QueryVariants:
-    """Return the two variants of the UNION ALL of *members*; one also has *keys*, by default those
-    of one app and one user.
+class QueryVariants:
+    """Two variants of one query, the UNION ALL of *members*.  One also reads data keys, by default
+    those of one app and one user, and the `MasterFingerprint` of each row of the keyring.  The
+    fingerprints tell whether the keyring has changed: a data key that is wrapped with a retired
+    data master must be rejected.
     """
-    return QueryVariants(sa.union_all(*members), sa.union_all(*members, *keys))
+
+    # Whether the query reads the snapshots of the sessions that it reads, also if it reads none.
+    reads_snapshots = True
+
+    def __init__(self, *members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> None:
+        self._members = members
+        self._keys = keys
+
+    @functools.cached_property
+    def without_keys(self) -> sa.CompoundSelect[Any]:
+        return sa.union_all(*self._members)
+
+    @functools.cached_property
+    def with_keys(self) -> sa.CompoundSelect[Any]:
+        return sa.union_all(*self._members, *self._keys)
 
 
 def _session_variants(*history: sa.Select[Any]) -> QueryVariants:
     state = _SNAPSHOT_KIND.select(snapshots.c.session_row == _SESSION_ID)
-    return _variants(*_SESSION_AND_OWNERS, state, *history)
+    return QueryVariants(*_SESSION_AND_OWNERS, state, *history)
 
 
 @functools.cache
@@ -281,7 +285,7 @@ def sessions_of_user(*, only_collections: bool = False) -> QueryVariants:
     """
     conditions = [IS_COLLECTION] if only_collections else []
     of_user = sa.and_(sessions.c.user_row == _USER_ID, *conditions)
-    return _variants(
+    return QueryVariants(
         *_APP_AND_USER,
         _select_listed(of_user),
         _SNAPSHOT_KIND.select(snapshots.c.session_row == sessions.c.id, of_user),
@@ -298,7 +302,7 @@ def _user_variants(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) 
         _WITNESS_KIND.select(witnesses.c.tag.in_(tags)),
     )
     their_keys = _KEY_KIND.select(data_keys.c.owner.in_(tags))
-    return _variants(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
+    return QueryVariants(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
 
 
 @functools.cache
@@ -378,8 +382,9 @@ def session_page(
     if of_app:
         variants = _user_variants(users.c.id.in_(sa.select(page.c.user_row)), *members)
     else:
-        variants = _variants(*_APP_AND_USER, *members)
-    return variants._replace(reads_snapshots=with_snapshots)
+        variants = QueryVariants(*_APP_AND_USER, *members)
+    variants.reads_snapshots = with_snapshots
+    return variants
 
 
 def _last_events() -> sa.Select[Any]:
@@ -398,14 +403,15 @@ SESSION_WITH_EVENTS_FROM = _session_variants(
 )
 SESSION_WITHOUT_EVENTS = _session_variants()
 # The parameters `first` and `last` are the `seq` of the first and the last event.
-SESSION_WITH_EVENTS_BETWEEN = _variants(
+SESSION_WITH_EVENTS_BETWEEN = QueryVariants(
     *_SESSION_AND_OWNERS,
     _EVENT_KIND.select(
         events.c.session_row == _SESSION_ID,
         events.c.seq.between(_first, sa.bindparam("last")),
     ),
-)._replace(reads_snapshots=False)
-OWNERS = _variants(*_APP_AND_USER)
+)
+SESSION_WITH_EVENTS_BETWEEN.reads_snapshots = False
+OWNERS = QueryVariants(*_APP_AND_USER)
 
 
 # Queries that few processes use are built when they are first used.
@@ -418,7 +424,7 @@ def imported(*, session: bool) -> QueryVariants:
     """
     tags = [_user_tag, _session_tag] if session else [_app_tag, _user_tag]
     rows = _MIGRATED_KIND.select(migrated.c.tag.in_(tags))
-    return _session_variants(rows) if session else _variants(*_APP_AND_USER, rows)
+    return _session_variants(rows) if session else QueryVariants(*_APP_AND_USER, rows)
 
 
 @functools.cache
@@ -428,7 +434,7 @@ def with_index_rows(*, of_user: bool) -> QueryVariants:
     """
     row_id = index_row_id_sql(_USER_ID) if of_user else _SESSION_ID
     rows = _INDEX_ROW_KIND.select(state_index.c.row_id == row_id)
-    return _variants(*_APP_AND_USER, rows) if of_user else _session_variants(rows)
+    return QueryVariants(*_APP_AND_USER, rows) if of_user else _session_variants(rows)
 
 
 @functools.cache
