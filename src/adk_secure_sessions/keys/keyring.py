@@ -328,28 +328,32 @@ async def open_keyring(
     )
 
 
-@dataclass(eq=False, repr=False)
 class _KeyringBuilder:
     """One call of `open_keyring`: the rows that it has accepted so far, and those not used."""
 
-    roots: Mapping[str, KeyProvider]
-    database_id: bytes
-    known: Keyring | None
-    is_service: bool
-    data_masters: dict[int, Aes256Gcm] = field(default_factory=dict)
-    accepted: dict[int, MasterKeyRow] = field(default_factory=dict)
-    rejected_or_pending: dict[MasterKeyRow, float] = field(default_factory=dict)
-    failure: SecureSessionError | None = None  # the first failure of a key service
-    rejection: str = ""  # why the first row was rejected
-    # The ids of root keys for which a call of the key service has failed temporarily.
-    failing: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.index_master = self.known.index_master if self.known else None
-        self.digests = dict(self.known.digests) if self.known else {}
-        self.rejected_or_pending_before = self.known.rejected_or_pending if self.known else {}
+    def __init__(
+        self,
+        roots: Mapping[str, KeyProvider],
+        database_id: bytes,
+        known: Keyring | None,
+        is_service: bool,
+    ) -> None:
+        self.roots = roots
+        self.database_id = database_id
+        self.known = known
+        self.is_service = is_service
+        self.data_masters: dict[int, Aes256Gcm] = {}
+        self.accepted: dict[int, MasterKeyRow] = {}
+        self.rejected_or_pending: dict[MasterKeyRow, float] = {}
+        self.failure: SecureSessionError | None = None  # the first failure of a key service
+        self.rejection = ""  # why the first row was rejected
+        # The ids of root keys for which a call of the key service has failed temporarily.
+        self.failing: set[str] = set()
+        self.index_master = known.index_master if known else None
+        self.digests = dict(known.digests) if known else {}
+        self.rejected_or_pending_before = known.rejected_or_pending if known else {}
         # Rows that are due now are all tried, so that an attacker's row cannot delay the others.
-        self.paused_before = self.known.paused_until if self.known and self.is_service else {}
+        self.paused_before = known.paused_until if known and is_service else {}
         self.paused_until = dict(self.paused_before)
 
     def is_known(self, row: MasterKeyRow) -> bool:
