@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -428,6 +429,7 @@ class WatchedFile:
 # --- Jobs and threads ----------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """A function that a thread runs, and a future for the task that awaits it in its event loop.
 
@@ -436,32 +438,19 @@ class Job:
     read.
     """
 
-    __slots__ = (
-        "_asyncio_future_blocking", "_taken", "error", "has_ended", "is_abandoned", "loop",
-        "needs_sqlalchemy", "reads", "value", "waiter", "waker", "work",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        work: "Callable[[WorkerThread, Any], Any]",
-        needs_sqlalchemy: bool,
-        reads: bool,
-        loop: asyncio.AbstractEventLoop,
-        waker: "LoopWaker",
-    ) -> None:
-        self.work = work
-        self.needs_sqlalchemy: bool = needs_sqlalchemy  # `work` takes a SQLAlchemy connection
-        self.reads: bool = reads  # `work` writes nothing, so that it can be interrupted
-        self.loop: asyncio.AbstractEventLoop = loop
-        self.waker: LoopWaker = waker  # of the loop
-        self.is_abandoned: bool = False  # the caller of a read was cancelled
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.has_ended: bool = False
-        # The function that wakes the task which awaits this job, and its context.
-        self.waiter: tuple[Callable[[Job], object], Context] | None = None
-        self._taken = threading.Lock()
-        self._asyncio_future_blocking = False
+    work: "Callable[[WorkerThread, Any], Any]"
+    needs_sqlalchemy: bool  # `work` takes a SQLAlchemy connection
+    reads: bool  # `work` writes nothing, so that it can be interrupted
+    loop: asyncio.AbstractEventLoop
+    waker: "LoopWaker"  # of the loop
+    is_abandoned: bool = False  # the caller of a read was cancelled
+    value: Any = None
+    error: BaseException | None = None
+    has_ended: bool = False
+    # The function that wakes the task which awaits this job, and its context.
+    waiter: "tuple[Callable[[Job], object], Context] | None" = None
+    _taken: threading.Lock = field(default_factory=threading.Lock)
+    _asyncio_future_blocking: bool = False
 
     def take(self) -> bool:
         """Return True to the first caller: the thread that runs the job, or a cancelled caller."""

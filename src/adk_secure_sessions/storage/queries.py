@@ -104,16 +104,16 @@ def _null_if_invalid(element: Any, compiler: Any, **options: Any) -> str:
     return f"CASE WHEN ({is_valid}) THEN {name} END"
 
 
-def _valid_columns(table: sa.Table) -> Iterator[sa.ColumnElement[Any]]:
-    """Yield the id, and the other columns with NULL instead of a value that no service stores."""
-    yield table.c.id
-    yield from (_NullIfInvalid(column).label(column.key) for column in list(table.c)[1:])
+def _valid_rows(table: sa.Table) -> sa.Select[Any]:
+    """Return the query for *table*, with NULL instead of a value that no service stores."""
+    id_column, *others = table.c
+    return sa.select(id_column, *(_NullIfInvalid(column).label(column.key) for column in others))
 
 
 # Query for all rows of `secure_keyring`; its columns are the fields of MasterKeyRow.
-MASTER_KEYS: sa.Select[Any] = sa.select(*_valid_columns(keyring))
+MASTER_KEYS = _valid_rows(keyring)
 # Query for data keys only; its columns are the fields of DataKeyRow.
-DATA_KEYS: sa.Select[Any] = sa.select(*_valid_columns(data_keys))
+DATA_KEYS = _valid_rows(data_keys)
 
 
 _LABELS = ("kind", *"abcdefghijk")
