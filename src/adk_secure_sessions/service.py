@@ -196,8 +196,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
     @cached_property
     def collections(self) -> "Collections":
-        """The collections, in which other services of this package store artifacts and memory."""
-        # Imported here because most applications do not use these services.
+        # The collections, in which other services of this package store artifacts and memory.  They
+        # are imported here because most applications do not use these services.
         from adk_secure_sessions.storage.features.collections import Collections
 
         return Collections(self._runner)
