@@ -64,13 +64,13 @@ class FifoCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Store *value* as the last entry; remove the first ones if the cache is full."""
         entries = self._entries
+        entries.pop(key, None)
         entries[key] = value
-        try:
-            entries.move_to_end(key)
-            while len(entries) > self.limit:
+        while len(entries) > self.limit:
+            try:
                 entries.popitem(last=False)
-        except KeyError:
-            pass  # another thread has just removed the entry, or the last one
+            except KeyError:
+                pass  # another thread has just removed the last entry
 
     def items(self) -> list[tuple[K, V]]:
         return list(self._entries.items())

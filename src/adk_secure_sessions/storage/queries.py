@@ -659,9 +659,14 @@ class QueryRows:
             self.apps, self.users, witness_rows, self.sessions, snapshots, self.events,
             self.data_keys, self.master_fingerprints, migrated_rows, self.index_rows,
         ) = kinds  # fmt: skip
-        self.witnesses: dict[bytes, WitnessRow] = {row.tag: row for row in witness_rows}
-        self.snapshots: dict[int, SnapshotRow] = {row.session_row: row for row in snapshots}
-        self.migrated: dict[bytes, MigratedRow] = {row.tag: row for row in migrated_rows}
+        self.witnesses: dict[bytes, WitnessRow] = _by_key(witness_rows)
+        self.snapshots: dict[int, SnapshotRow] = _by_key(snapshots)
+        self.migrated: dict[bytes, MigratedRow] = _by_key(migrated_rows)
+
+
+def _by_key(rows: list[Any]) -> dict[Any, Any]:
+    """Return *rows* by their first value."""
+    return {row[0]: row for row in rows} if rows else {}
 
 
 def session_row(row: Row) -> SessionRow:

@@ -386,10 +386,13 @@ class SealedTable(Generic[R]):
         """Return the context of *row*; *ids* are the app name, the user id and the session id, or
         as many of them as the record is bound to.
         """
-        parts: tuple[str | bytes, ...] = tuple(ids[: self._id_count])
+        return self.context_of_ids(records.context_prefix(tuple(ids[: self._id_count])), row)
+
+    def context_of_ids(self, encoded_ids: bytes, row: R) -> bytes:
+        """Do the same as `context`, for the `context_prefix` of the ids."""
+        prefix = self._kind_prefix + encoded_ids
         if self._tag_at is not None:
-            parts += (row[self._tag_at],)
-        prefix = self._kind_prefix + records.context_prefix(parts)
+            prefix += encode_part(row[self._tag_at])
         return records.context_with_prefix(prefix, *self.integers_of(row))
 
 
@@ -425,8 +428,8 @@ class locating_errors:  # noqa: N801 - used like a function: `with locating_erro
 class Identity(NamedTuple):
     """The ids that ADK uses for an app, user and session, and their tags (blind indexes).
 
-    *session_id* may be the name of a collection.  The prefixes are the encoded beginnings of the
-    contexts of the session's row and of its events, which every append needs.
+    *session_id* may be the name of a collection.  *encoded_app* is the app name as a part of
+    contexts, and the prefixes are the beginnings of those of the session's row and of its events.
     """
 
     app_name: str
@@ -436,8 +439,9 @@ class Identity(NamedTuple):
     app_tag: bytes
     user_tag: bytes
     session_tag: bytes
-    session_prefix: bytes = b""
-    event_prefix: bytes = b""
+    encoded_app: bytes
+    session_prefix: bytes
+    event_prefix: bytes
 
     @property
     def ids(self) -> tuple[str, str, str]:
@@ -476,6 +480,7 @@ def identify(
         of_user.app_tag if of_user else master.mac_of_prefix(_KIND["app"] + app),
         of_user.user_tag if of_user else master.mac_of_prefix(_KIND["user"] + user),
         session_tag,
+        app,
         _KIND[SESSIONS.kind] + user + encode_part(session_tag),
         _KIND[EVENTS.kind] + session,
     )
