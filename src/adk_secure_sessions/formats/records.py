@@ -42,7 +42,7 @@ NOOP_BACKEND_ID = 3  # the backend id of `NoOpBackend`, whose records contain pl
 BACKEND_NAMES = {1: "aesgcm", 2: "fernet", NOOP_BACKEND_ID: "noop"}  # of this package, by id
 _LENGTH = struct.Struct(">I")
 # The second half of a context, by the number of integers: their length in bytes, then the integers.
-_INTEGER_LAYOUTS = [struct.Struct(f">I{count}q") for count in range(8)]
+_PACK_INTEGERS = [struct.Struct(f">I{count}q").pack for count in range(8)]
 
 
 # --- flags: compression and padding --------------------------------------------------------------
@@ -251,7 +251,7 @@ def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
     """
     count = len(numbers)
     try:
-        return prefix + _INTEGER_LAYOUTS[count].pack(8 * count, *numbers)
+        return prefix + _PACK_INTEGERS[count](8 * count, *numbers)
     except struct.error:  # a modified row may hold any type: see `storage.schema`
         detail = "an integer column holds a value of another type"
         raise TamperedError(detail, Reason.MALFORMED) from None

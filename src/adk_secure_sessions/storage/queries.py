@@ -640,11 +640,14 @@ class QueryRows:
         self.reads_snapshots: bool = reads_snapshots
         kinds: list[list[Any]] = [[], [], [], [], [], [], [], [], [], []]
         make = tuple.__new__  # `_make` of a named tuple takes twice as long
-        unchanged = (_EVENT_KIND.number, _SESSION_KIND.number)
+        event, session = _EVENT_KIND.number, _SESSION_KIND.number
+        event_rows, session_rows = kinds[event], kinds[session]
         for row in rows:
             number = row[0]
-            if number in unchanged:
-                kinds[number].append(row)
+            if number == event:
+                event_rows.append(row)
+            elif number == session:
+                session_rows.append(row)
             else:
                 kind, values = _ROW_LAYOUTS[number]
                 kinds[number].append(make(kind, values(row)))

@@ -245,12 +245,13 @@ def sort_and_check_events(
     *first* to *last* occurs exactly once, and no other.
     """
     expected = list(range(first, last + 1))
-    if [row[EVENT_SEQ] for row in event_rows] != expected:
-        # A UNION ALL guarantees no order.  A modified `seq` may have a type that cannot be compared
-        # with an integer.  So sort by texts: padded with zeros, they have the order of the numbers.
-        event_rows.sort(
-            key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
-        )
+    if [row[EVENT_SEQ] for row in event_rows] == expected:
+        return
+    # A UNION ALL guarantees no order.  A modified `seq` may have a type that cannot be compared
+    # with an integer.  So sort by texts: padded with zeros, they have the order of the numbers.
+    event_rows.sort(
+        key=lambda row: f"{row[EVENT_SEQ]:020}" if isinstance(row[EVENT_SEQ], int) else ""
+    )
     if [row[EVENT_SEQ] for row in event_rows] != expected:
         kinds = ("items", "collection") if session.row.is_collection else ("events", "session")
         raise TamperedError(
