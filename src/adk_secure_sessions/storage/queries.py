@@ -252,15 +252,19 @@ class QueryVariants:
     """Two variants of one query, the UNION ALL of *members*.  One also reads data keys, by default
     those of one app and one user, and the `MasterFingerprint` of each row of the keyring.  The
     fingerprints tell whether the keyring has changed: a data key that is wrapped with a retired
-    data master must be rejected.
+    data master must be rejected.  *reads_snapshots* is whether the query reads the snapshots of the
+    sessions that it reads, also if it reads none.
     """
 
-    # Whether the query reads the snapshots of the sessions that it reads, also if it reads none.
-    reads_snapshots = True
-
-    def __init__(self, *members: sa.Select[Any], keys: Iterable[sa.Select[Any]] = _KEYS) -> None:
+    def __init__(
+        self,
+        *members: sa.Select[Any],
+        keys: Iterable[sa.Select[Any]] = _KEYS,
+        reads_snapshots: bool = True,
+    ) -> None:
         self._members = members
         self._keys = keys
+        self.reads_snapshots: bool = reads_snapshots
 
     @functools.cached_property
     def without_keys(self) -> sa.CompoundSelect[Any]:
@@ -292,7 +296,9 @@ def sessions_of_user(*, only_collections: bool = False) -> QueryVariants:
     )
 
 
-def _user_variants(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) -> QueryVariants:
+def _user_variants(
+    condition: sa.ColumnElement[bool], *members: sa.Select[Any], reads_snapshots: bool = True
+) -> QueryVariants:
     """Return the variants of the query for *members*, their app, and its users with *condition*."""
     tags = sa.select(users.c.tag).where(condition)
     owners = (
@@ -302,7 +308,8 @@ def _user_variants(condition: sa.ColumnElement[bool], *members: sa.Select[Any]) 
         _WITNESS_KIND.select(witnesses.c.tag.in_(tags)),
     )
     their_keys = _KEY_KIND.select(data_keys.c.owner.in_(tags))
-    return QueryVariants(*owners, *members, keys=(_KEYS[0], their_keys, _MASTER_ROWS))
+    keys = (_KEYS[0], their_keys, _MASTER_ROWS)
+    return QueryVariants(*owners, *members, keys=keys, reads_snapshots=reads_snapshots)
 
 
 @functools.cache
@@ -380,11 +387,9 @@ def session_page(
     if with_snapshots:
         members.append(_SNAPSHOT_KIND.select(snapshots.c.session_row.in_(sa.select(page.c.id))))
     if of_app:
-        variants = _user_variants(users.c.id.in_(sa.select(page.c.user_row)), *members)
-    else:
-        variants = QueryVariants(*_APP_AND_USER, *members)
-    variants.reads_snapshots = with_snapshots
-    return variants
+        of_page = users.c.id.in_(sa.select(page.c.user_row))
+        return _user_variants(of_page, *members, reads_snapshots=with_snapshots)
+    return QueryVariants(*_APP_AND_USER, *members, reads_snapshots=with_snapshots)
 
 
 def _last_events() -> sa.Select[Any]:
@@ -409,8 +414,8 @@ SESSION_WITH_EVENTS_BETWEEN = QueryVariants(
         events.c.session_row == _SESSION_ID,
         events.c.seq.between(_first, sa.bindparam("last")),
     ),
+    reads_snapshots=False,
 )
-SESSION_WITH_EVENTS_BETWEEN.reads_snapshots = False
 OWNERS = QueryVariants(*_APP_AND_USER)
 
 
