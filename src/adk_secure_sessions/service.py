@@ -3,7 +3,7 @@
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar
 
@@ -17,6 +17,7 @@ from google.adk.platform import uuid as platform_uuid
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import memoized_property
 
 from adk_secure_sessions.audit import (
     AccessAuditing,
@@ -194,7 +195,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
 
             self._auditing = auditing_for(runner, audit)
 
-    @cached_property
+    @memoized_property
     def collections(self) -> "Collections":
         # The collections, in which other services of this package store artifacts and memory.  They
         # are imported here because most applications do not use these services.

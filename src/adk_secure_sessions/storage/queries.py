@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.util import memoized_property
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import MAX_DATA_KEYS, DataKeyRow
@@ -266,11 +267,13 @@ class QueryVariants:
         self._keys = keys
         self.reads_snapshots: bool = reads_snapshots
 
-    @functools.cached_property
+    # In Python 3.11, `functools.cached_property` would hold a lock of all objects while it builds a
+    # query, and a process that is forked meanwhile would wait for this lock forever.
+    @memoized_property
     def without_keys(self) -> sa.CompoundSelect[Any]:
         return sa.union_all(*self._members)
 
-    @functools.cached_property
+    @memoized_property
     def with_keys(self) -> sa.CompoundSelect[Any]:
         return sa.union_all(*self._members, *self._keys)
 
