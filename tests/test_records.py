@@ -86,23 +86,6 @@ def test_context_can_be_parsed_again(
     assert parse(build_context(parts, *numbers)) == (as_bytes, numbers)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (build_context(("ab", "c")), build_context(("a", "bc"))),
-        (build_context(("ab",)), build_context(("a", "b"))),
-        (build_context(("",)), build_context(())),
-        (build_context((), 0), build_context(())),
-        (build_context((bytes(8),)), build_context((), 0)),
-        (build_context(("", ""), 1), build_context(("",), 1)),
-        (build_context((), 1, 2), build_context((), 2, 1)),
-        (build_context((), -1), build_context((), 2**63 - 1)),
-    ],
-)
-def test_similar_contexts_have_different_bytes(one: bytes, other: bytes) -> None:
-    assert one != other
-
-
 @pytest.mark.parametrize("number", [None, "1", b"1", 1.0, 2**63, -(2**63) - 1])
 def test_context_rejects_what_no_integer_column_holds(number: Any) -> None:
     with pytest.raises(TamperedError):
@@ -113,14 +96,6 @@ def test_context_rejects_what_no_integer_column_holds(number: Any) -> None:
 def test_context_rejects_what_no_text_column_holds(part: Any) -> None:
     with pytest.raises(TamperedError):
         build_context(("event", part), 1)
-
-
-# --- texts ---------------------------------------------------------------------------------------
-
-
-@given(TEXTS)
-def test_text_survives_encoding(text: str) -> None:
-    assert records.decode_text(records.encode_text(text)) == text
 
 
 # --- seal and open -------------------------------------------------------------------------------

@@ -64,13 +64,13 @@ class FifoCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Store *value* as the last entry; remove the first ones if the cache is full."""
         entries = self._entries
-        entries.pop(key, None)
-        entries[key] = value
-        while len(entries) > self.limit:
-            try:
+        entries[key] = value  # `get` finds the old value until now
+        try:
+            entries.move_to_end(key)
+            while len(entries) > self.limit:
                 entries.popitem(last=False)
-            except KeyError:
-                pass  # another thread has just removed the last entry
+        except KeyError:
+            pass  # another thread has just removed the entry, or the last one
 
     def items(self) -> list[tuple[K, V]]:
         return list(self._entries.items())
