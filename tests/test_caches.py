@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from google.adk.events import Event, EventActions
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from adk_secure_sessions import AesGcmBackend, Caches, EncryptedSessionService, TamperedError
 from adk_secure_sessions.caches import FifoCache
@@ -112,6 +113,23 @@ async def test_read_that_saw_no_session_that_is_stored_meanwhile_empties_no_cach
 
 
 # --- what stays in memory ------------------------------------------------------------------------
+
+
+async def test_listing_keeps_no_second_copy_of_a_row(tmp_path: Path) -> None:
+    """Rows of an engine of the application refer to the description of the whole answer, too."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/s.db")
+    async with EncryptedSessionService(
+        db_engine=engine, backend=AesGcmBackend(os.urandom(32))
+    ) as service:
+        await service.create_session(app_name="a", user_id="u", state={"key": "value"})
+        for _ in range(3):
+            await service.list_sessions(app_name="a", user_id="u")
+        opened = service._runner._opened
+        assert opened
+        [cached] = opened.row_cache.sessions._entries.values()
+        assert type(cached.listed) is tuple
+        assert any(value is cached.value.row.record for value in cached.listed)
+    await engine.dispose()
 
 
 class Id(str):

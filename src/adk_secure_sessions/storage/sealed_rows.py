@@ -170,9 +170,12 @@ def open_session_row(attempt: Attempt, rows: QueryRows, user: Owner, stored: Row
     ):
         unchanged, has_snapshot = cached, cached.value.snapshot is not None
         is_complete = has_snapshot or not rows.reads_snapshots
-        if is_complete and witness and cached.witness == witness:
+        if is_complete and (known := cached.witness) and known == witness:
             if in_listing and has_snapshot:
-                cache.sessions.put(row.tag, cached._replace(listed=stored))
+                # With the cached bytes, which are equal: those of the driver are not kept, nor the
+                # objects to which a row of SQLAlchemy refers.
+                listed = (*stored[:SESSION_TAG], known.tag, cached.value.row.record, known.record)
+                cache.sessions.put(row.tag, cached._replace(listed=listed))
             return cached.value
     session = _decrypt_session(attempt, rows, user, row, stored[SESSION_LAST_SEQ])
     with locating_errors(SESSIONS.name, row.id):
