@@ -11,14 +11,14 @@ from adk_secure_sessions.caches import FifoCache, SizedLru
 
 
 def filled(limit: int, *keys: str) -> FifoCache[str, str]:
-    lru = FifoCache[str, str](limit)
+    cache = FifoCache[str, str](limit)
     for key in keys:
-        lru.put(key, key.upper())
-    return lru
+        cache.put(key, key.upper())
+    return cache
 
 
-def held(lru: FifoCache[str, str] | SizedLru[str, str], keys: str) -> str:
-    return "".join(key for key in keys if lru.get(key) is not None)
+def held(cache: FifoCache[str, str] | SizedLru[str, str], keys: str) -> str:
+    return "".join(key for key in keys if cache.get(key) is not None)
 
 
 def test_entry_that_was_replaced_last_is_kept() -> None:
@@ -44,9 +44,9 @@ def test_entry_can_be_found_while_it_is_replaced() -> None:
 
 
 def test_dropped_key_is_gone() -> None:
-    lru = filled(2, "a", "b")
-    lru.drop("a")
-    assert held(lru, "ab") == "b"
+    cache = filled(2, "a", "b")
+    cache.drop("a")
+    assert held(cache, "ab") == "b"
 
 
 def test_limit_of_zero_holds_nothing() -> None:
