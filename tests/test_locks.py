@@ -37,6 +37,28 @@ async def test_lock_that_no_task_wants_is_removed() -> None:
     assert known(locks) == 0
 
 
+async def test_cancelled_waiter_leaves_the_lock_to_the_next() -> None:
+    locks, log = LoopLocks(), list[str]()
+    async with locks.lock("key"):
+        waiter = asyncio.create_task(worker(locks, "key", log))
+        following = asyncio.create_task(worker(locks, "key", log))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+    await asyncio.wait_for(following, 5)
+    assert log == ["in", "out"]
+    assert known(locks) == 0
+
+
+def test_each_event_loop_has_locks_of_its_own() -> None:
+    locks, log = LoopLocks(), list[str]()
+    for _ in range(3):
+        asyncio.run(worker(locks, "key", log))
+    assert log == ["in", "out"] * 3
+    assert known(locks) == 0
+
+
 def test_loops_in_two_threads_do_not_wait_for_each_other() -> None:
     locks, together = LoopLocks(), threading.Barrier(2)
 

@@ -17,7 +17,12 @@ from adk_secure_sessions.formats.times import datetime_of, lifetime_of, microsec
     ("timestamp", "expected"),
     [
         (0, 0),
+        (1.5, 1_500_000),
+        (-1.5, -1_500_000),
         (1_700_000_000.25, 1_700_000_000_250_000),
+        (0.000_001, 1),
+        (0.000_000_6, 1),
+        (0.000_000_4, 0),
         (9e12, 9 * 10**18),
         (-9e12, -9 * 10**18),
     ],

@@ -17,7 +17,6 @@ from google.adk.platform import uuid as platform_uuid
 from google.adk.sessions import BaseSessionService, Session
 from google.adk.sessions.base_session_service import GetSessionConfig, ListSessionsResponse
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.util import memoized_property
 
 from adk_secure_sessions.audit import (
     AccessAuditing,
@@ -189,19 +188,22 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         self._lifetime = lifetime_of(expires_after)
         self._caches_events = cache.events > 0
         self._locks = LoopLocks()
+        self._collections: Collections | None = None
         self._auditing = AccessAuditing(None, None)
         if audit is not None:
             from adk_secure_sessions.storage.features.audit_trail import auditing_for
 
             self._auditing = auditing_for(runner, audit)
 
-    @memoized_property
+    @property
     def collections(self) -> "Collections":
         # The collections, in which other services of this package store artifacts and memory.  They
         # are imported here because most applications do not use these services.
         from adk_secure_sessions.storage.features.collections import Collections
 
-        return Collections(self._runner)
+        if self._collections is None:
+            self._collections = Collections(self._runner)
+        return self._collections
 
     @property
     def backend(self) -> EncryptionBackend:

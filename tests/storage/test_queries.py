@@ -4,9 +4,6 @@ What a statement means only a database can tell: here SQLite in memory.  The sam
 every server in tests/conformance and tests/attacks.
 """
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,28 +28,8 @@ def test_chunks_have_one_of_two_lengths_and_lose_no_value(number: int, lengths: 
     assert {value for part in made for value in part} == set(range(number))
 
 
-# --- built once ----------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks with several threads
-def test_process_that_was_forked_while_a_thread_built_a_query_builds_others() -> None:
-    builds, may_end, key = threading.Event(), threading.Event(), sa.select(schema.data_keys)
-
-    def slow() -> Iterator[sa.Select[Any]]:
-        builds.set()
-        may_end.wait(10)
-        yield key
-
-    thread = threading.Thread(target=lambda: sql.QueryVariants(key, keys=slow()).with_keys)
-    thread.start()
-    assert builds.wait(10)
-    if not (child := os.fork()):
-        signal.alarm(5)  # ends the child if it waits for a lock
-        os._exit(len(sql.QueryVariants(key, keys=[key]).with_keys.selects) - 2)
-    may_end.set()
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
+def test_short_chunk_repeats_its_last_value() -> None:
+    assert [*padded_chunks(["a"])] == [["a", "a"]]
 
 
 # --- on a database -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.util import memoized_property
 
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.keys.data_keys import MAX_DATA_KEYS, DataKeyRow
@@ -263,19 +262,9 @@ class QueryVariants:
         keys: Iterable[sa.Select[Any]] = _KEYS,
         reads_snapshots: bool = True,
     ) -> None:
-        self._members = members
-        self._keys = keys
+        self.without_keys: sa.CompoundSelect[Any] = sa.union_all(*members)
+        self.with_keys: sa.CompoundSelect[Any] = sa.union_all(*members, *keys)
         self.reads_snapshots: bool = reads_snapshots
-
-    # In Python 3.11, `functools.cached_property` would hold a lock of all objects while it builds a
-    # query, and a process that is forked meanwhile would wait for this lock forever.
-    @memoized_property
-    def without_keys(self) -> sa.CompoundSelect[Any]:
-        return sa.union_all(*self._members)
-
-    @memoized_property
-    def with_keys(self) -> sa.CompoundSelect[Any]:
-        return sa.union_all(*self._members, *self._keys)
 
 
 def _session_variants(*history: sa.Select[Any]) -> QueryVariants:
