@@ -104,6 +104,7 @@ class OwnerChanges:
         """Insert the app, or merge *delta* into its state; return the app."""
         identity = self._attempt.identity
         if app is None:
+            self._ensure_first_key(identity.app_tag)
             name = encode_text(identity.app_name)
             row = AppRow(new_row_id(), identity.app_tag, name, 0, b"")
             app = self._insert(row, "", delta)
@@ -116,6 +117,7 @@ class OwnerChanges:
         if user is not None:
             return self.update_owner(user, delta=delta)
         identity = self._attempt.identity
+        self._ensure_first_key(identity.user_tag)
         row = UserRow(new_row_id(), app_row_id, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
         entries = index_rows.value_tags_of(self._attempt, USER_PREFIX, delta)
@@ -176,8 +178,7 @@ class OwnerChanges:
         self.changes += key_insertion(self._keys, self._keys.create_data_key(owner_tag, not_before))
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
-        """Add the changes that store a new owner in *row*."""
-        self._ensure_first_key(row.tag)
+        """Add the changes that store a new owner, who has a data key, in *row*."""
         key_ids = self._keys.ids_to_store(row.tag, ())
         owner, witness = self._seal_with_witness(
             Owner(row, user_id, dump_state(state), new_link(), key_ids)
