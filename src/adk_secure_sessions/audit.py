@@ -552,8 +552,10 @@ class CommandCall(AuditedCall):
             raise
 
     def _entry(self, result: object, error: str | None) -> AuditEntry:
+        from adk_secure_sessions.results import Result  # which services do not need
+
         outcome = "failure" if error else "success"
-        facts = getattr(result, "facts", None) or None  # of a `Result`
+        facts = result.facts or None if isinstance(result, Result) else None
         return new_entry("command", **self._facts, outcome=outcome, error=error, result=facts)
 
 
