@@ -264,7 +264,7 @@ def context_prefix(parts: tuple[str | bytes, ...]) -> bytes:
 
 def encode_part(part: str | bytes) -> bytes:
     if isinstance(part, str):
-        part = part.encode("utf-8", "surrogatepass")  # `encode_text` without a call
+        part = encode_text(part)
     elif not isinstance(part, bytes):
         raise TamperedError(
             "a text or binary column holds a value of another type", Reason.MALFORMED

@@ -399,9 +399,13 @@ class TransactionKeys:
         """
         keys = self._keys_of(owner_tag)
         current = keys.current if keys else None
-        is_usual = current and type(record) is bytes and not self._rejected
-        if current and is_usual and record[: records.HEADER_LENGTH] == current.header:
-            return current
+        if (
+            current is not None
+            and not self._rejected
+            and type(record) is bytes
+            and record[: records.HEADER_LENGTH] == current.header
+        ):
+            return current  # the usual case
         backend_id, key_id = records.parse_header(record)
         if backend_id not in self._database_keys.backends:
             raise _not_listed_error(backend_id)

@@ -12,7 +12,6 @@ from adk_secure_sessions.audit import record_rejected
 from adk_secure_sessions.db.protocol import Row
 from adk_secure_sessions.errors import DecryptionError, Reason, TamperedError, UnknownKeyError
 from adk_secure_sessions.formats.records import NO_LINK
-from adk_secure_sessions.formats.times import time_now
 from adk_secure_sessions.storage import queries as sql
 from adk_secure_sessions.storage import sealed_rows
 from adk_secure_sessions.storage.operation_runner import Attempt, StorageOperation, read_data_keys
@@ -327,7 +326,6 @@ class Listing(StorageOperation[T]):
                 self._skip_or_raise(attempt, error)
         opened: list[SessionWithStates] = []
         tags: set[object] = set()
-        now = time_now()
         for stored in rows.sessions:
             try:
                 if (tag := stored[SESSION_TAG]) in tags:
@@ -342,9 +340,8 @@ class Listing(StorageOperation[T]):
                         stored[SESSION_ID],
                     )
                 session = sealed_rows.open_session_row(attempt, rows, owner, stored)
-                row = session.row
-                has_expired = row.expires_at <= now
-                if has_expired == self.lists_expired and row.is_collection == self.is_collection:
+                is_wanted = session.has_expired == self.lists_expired
+                if is_wanted and session.row.is_collection == self.is_collection:
                     opened.append(SessionWithStates(session, owner.user_id, app_state, owner.state))
             except DecryptionError as error:
                 self._skip_or_raise(attempt, error)

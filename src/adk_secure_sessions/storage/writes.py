@@ -178,7 +178,7 @@ class OwnerChanges:
         self.changes += key_insertion(self._keys, self._keys.create_data_key(owner_tag, not_before))
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
-        """Add the changes that store a new owner, who has a data key, in *row*."""
+        """Add the changes that store a new owner in *row*; the owner has a data key."""
         key_ids = self._keys.ids_to_store(row.tag, ())
         owner, witness = self._seal_with_witness(
             Owner(row, user_id, dump_state(state), new_link(), key_ids)
