@@ -60,7 +60,7 @@ async def _write(path: Path) -> None:
         rows = {}
         for user, session, *_ in SESSIONS:
             identity = await db.runner.identify(CLINIC, user, session)
-            found = await db.runner.run(GetSession(identity, lambda *_: None))
+            found = await db.runner.run(GetSession(identity, lambda *_: []))
             assert found is not None
             rows[session] = found[0].session.row.id
     ticket = index_master.state_key_tag(CLINIC, "ticket")

@@ -341,7 +341,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         since = microseconds(after) if after and limit != 0 else None
         identity = await self._identify(app_name, user_id, session_id)
         loaded = await self._runner.run(
-            reads.GetSession(identity, events.decode, limit, since, self._caches_events)
+            reads.GetSession(identity, events.decode_all, limit, since, self._caches_events)
         )
         if loaded is None:
             return None
@@ -386,7 +386,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         identity = await self._identify(app_name, user_id, session_id)
         position, newest = parse_event_position(after), order == "newest"
         page = await self._runner.run(
-            reads.ListEventsPage(identity, events.decode, position, limit=limit, newest=newest)
+            reads.ListEventsPage(identity, events.decode_all, position, limit=limit, newest=newest)
         )
         if page is None:
             raise SessionNotFoundError("Session not found.")
@@ -689,7 +689,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         """Return the row id and the revision of the stored session; *session* has no marker with
         them.
         """
-        loaded = await self._runner.run(reads.GetSession(identity, events.decode, limit=1))
+        loaded = await self._runner.run(reads.GetSession(identity, events.decode_all, limit=1))
         if loaded is None:
             raise SessionNotFoundError("Session not found.")
         stored, last = loaded

@@ -15,7 +15,7 @@ import base64
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -205,8 +205,8 @@ class _World:
         return view, history
 
 
-def _as_stored(plaintext: bytes, session_row: int, seq: int) -> tuple[bytes, int, int]:
-    return plaintext, session_row, seq
+def _as_stored(plaintexts: list[bytes], row: int, seqs: Sequence[int]) -> list[tuple[object, ...]]:
+    return [(plaintext, row, seq) for plaintext, seq in zip(plaintexts, seqs, strict=True)]
 
 
 @cache
@@ -317,7 +317,7 @@ def event(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # AuthConfig calls a deprecated method of its own
         with suppress(DecryptionError, ConfigurationError):
-            ours = events.decode(prefix + data, 1, 2)
+            (ours,) = events.decode_all([prefix + data], 1, [2])
         with suppress(ValueError):
             theirs = Event.model_validate_json(data)
         accepted = events.encode_adk_json(data)

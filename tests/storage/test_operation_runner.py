@@ -521,7 +521,7 @@ async def test_identity_of_a_stored_session_is_computed_once() -> None:
     stored = Stored()
     runner = runner_of(one_database(stored.rows(keys=True))[0], KeyringReads(stored.keys.keyring))
     identity = await runner.identify(*WHO[:3])
-    await runner.run(GetSession(identity, lambda *_: None))
+    await runner.run(GetSession(identity, lambda *_: []))
     assert identity == WHO
     assert await runner.identify(*WHO[:3]) is identity
 
@@ -533,7 +533,7 @@ async def filled_runner(
     runner = OperationRunner(
         executors, backends(), keyrings, cache_sizes=Caches(10, 10, seconds=seconds)
     )
-    assert await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: None))
+    assert await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: []))
     return runner
 
 
@@ -552,7 +552,7 @@ async def test_use_does_not_lengthen_the_cache_time(monkeypatch: pytest.MonkeyPa
     executors, executor = one_database(*[stored.rows(keys=True)] * 5)
     runner = await filled_runner(executors, KeyringReads(), 10)
     for clock[0] in (1004.0, 1008.0, 1009.9, 1010.0):
-        await runner.run(GetSession(WHO, lambda *_: None))
+        await runner.run(GetSession(WHO, lambda *_: []))
     assert [request == READ_WITH_KEYS for request in executor.requests] == [
         True, False, False, False, True
     ]  # fmt: skip
@@ -564,7 +564,7 @@ async def test_caches_are_emptied_after_their_time_although_no_operation_follows
     runner = await filled_runner(executors, KeyringReads(), 0.05)
     for _ in range(2):  # the timer is started again
         rows = await cache_of(runner)
-        await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: None))
+        await runner.run(GetSession(await runner.identify(*WHO[:3]), lambda *_: []))
         await asyncio.sleep(0.1)
         gc.collect()
         assert rows() is None
@@ -628,7 +628,7 @@ async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings
         assert not after.has_cached_keys_of(WHO.user_tag)
         assert after.keyring is before.keyring
         identity = await runner.identify(*WHO[:3])
-        assert await runner.run(GetSession(identity, lambda *_: None))
+        assert await runner.run(GetSession(identity, lambda *_: []))
         assert executor.requests == [READ_WITH_KEYS] * 2
         assert keyrings.seen == [None]
     assert (await never_opened.keyring()).row_count == 2

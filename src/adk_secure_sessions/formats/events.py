@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -107,7 +107,8 @@ def encode_adk_json(data: bytes) -> tuple[bytes, Event] | None:
     """
     if json_text.is_within_limits(data):
         try:
-            return _PREFIX + data, _parser()(data)
+            (event,) = _parser()([data])
+            return _PREFIX + data, event
         except ValueError:
             pass
     return None
@@ -212,7 +213,8 @@ def decode(plaintext: bytes, *primary_key: object, table: str = "secure_events")
     is_ours = plaintext[:_PREFIX_LENGTH] == _PREFIX
     if start := _PREFIX_LENGTH if is_ours else json_text.version_end(plaintext):
         try:
-            return _parser()(plaintext[start:])
+            (event,) = _parser()([plaintext[start:]])
+            return event
         except ValueError:
             pass
     named = ", ".join(map(str, primary_key))
@@ -224,6 +226,20 @@ def decode(plaintext: bytes, *primary_key: object, table: str = "secure_events")
         return validate_model(Event, fields)  # accepts lone surrogates, which the parser rejects
     except ValueError:
         raise unreadable_error(table, named, writer) from None
+
+
+def decode_all(plaintexts: list[bytes], session_row_id: int, seqs: Sequence[int]) -> list[Event]:
+    """Return the events in *plaintexts*, as `decode` does; their `seq` is in *seqs*."""
+    texts = [data[_PREFIX_LENGTH:] for data in plaintexts if data.startswith(_PREFIX)]
+    if len(texts) == len(plaintexts):
+        try:
+            return _parser()(texts)
+        except ValueError:
+            pass
+    return [
+        decode(plaintext, session_row_id, seq)
+        for plaintext, seq in zip(plaintexts, seqs, strict=True)
+    ]
 
 
 def unreadable_error(table: str, row: str, writer: str) -> ConfigurationError:

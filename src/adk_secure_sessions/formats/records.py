@@ -21,6 +21,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Never, Protocol
 
 from adk_secure_sessions.errors import (
@@ -253,8 +254,17 @@ def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
     try:
         return prefix + _PACK_INTEGERS[count](8 * count, *numbers)
     except struct.error:  # a modified row may hold any type: see `storage.schema`
-        detail = "an integer column holds a value of another type"
-        raise TamperedError(detail, Reason.MALFORMED) from None
+        raise wrong_integer_error() from None
+
+
+# The second half of the context of an event: a call takes half as long as `context_with_prefix`.
+# Values that are no integers raise `struct.error`.
+pack_event_integers: Callable[[int, int, int], bytes] = partial(_PACK_INTEGERS[3], 3 * 8)
+
+
+def wrong_integer_error() -> TamperedError:
+    detail = "an integer column holds a value of another type"
+    return TamperedError(detail, Reason.MALFORMED)
 
 
 def context_prefix(parts: tuple[str | bytes, ...]) -> bytes:
@@ -326,8 +336,15 @@ def open_with_flags(
     If the plaintext has other flags than `NO_FLAGS`, return what *handler* makes of it.
     Wrapped keys and version witnesses are never packed.
     """
+    return open_sealed(record[HEADER_LENGTH:], record[:HEADER_LENGTH] + context, cipher, handler)
+
+
+def open_sealed(
+    sealed: bytes, associated_data: bytes, cipher: Cipher, handler: FlagHandler = unpack
+) -> bytes:
+    """Do the same as `open_with_flags`, for the parts of a record: `Cipher.decrypt` takes these."""
     try:
-        plaintext = cipher.decrypt(record[HEADER_LENGTH:], record[:HEADER_LENGTH] + context)
+        plaintext = cipher.decrypt(sealed, associated_data)
     except DecryptionError:
         raise
     except Exception:  # a third party's cipher may put secrets into its exceptions

@@ -257,7 +257,7 @@ async def _decrypt_owner(
             ids, is_collection = session.require_ids(), session.row.is_collection
             identity = await db.runner.identify(*ids, is_collection)
             # Only check that each event can be decrypted.
-            read = key_operations.ReadWholeSession(identity, lambda *_: None)
+            read = key_operations.ReadWholeSession(identity, lambda *_: [])
             if decrypted := await db.runner.run(read):
                 session_headers = decrypted.count_headers()
                 headers += session_headers

@@ -1,5 +1,6 @@
 """Decrypt every record, check that rows belong together, and report bad and orphaned rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -246,11 +247,16 @@ class _Verifier:
             identity = await self._db.runner.identify(*scanned.require_ids(), is_collection)
             is_memory = is_collection and identity.session_id == memory_items.COLLECTION_NAME
 
-            def parse(plaintext: bytes, session_row: int, seq: int) -> MemoryItem | None:
-                """Parse an event or an item; return the item of a memory."""
-                with locating_errors(events.name, f"{session_row}, {seq}"):
-                    content = read_event(plaintext)[1]
-                    return memory_items.parse_item(content, seq) if is_memory else None
+            def parse(
+                plaintexts: list[bytes], session_row: int, seqs: Sequence[int]
+            ) -> list[MemoryItem | None]:
+                """Parse events or items; return the items of a memory."""
+                parsed = []
+                for plaintext, seq in zip(plaintexts, seqs, strict=True):
+                    with locating_errors(events.name, f"{session_row}, {seq}"):
+                        content = read_event(plaintext)[1]
+                        parsed.append(memory_items.parse_item(content, seq) if is_memory else None)
+                return parsed
 
             check = key_operations.ReadWholeSession(identity, parse, checks_owners=False)
             checked = await self._db.runner.run(check)

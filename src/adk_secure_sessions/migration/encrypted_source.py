@@ -177,10 +177,11 @@ async def _read_content(db: Database, session: ListedSession) -> SessionContent 
     return None if content and content.has_expired else content
 
 
-def _checked_event(plaintext: bytes, session_row: int, seq: int) -> bytes:
-    with locating_errors(events.name, f"{session_row}, {seq}"):
-        read_event(plaintext)
-    return plaintext
+def _checked_events(plaintexts: list[bytes], session_row: int, seqs: Sequence[int]) -> list[bytes]:
+    for plaintext, seq in zip(plaintexts, seqs, strict=True):
+        with locating_errors(events.name, f"{session_row}, {seq}"):
+            read_event(plaintext)
+    return plaintexts
 
 
 async def session_content(
@@ -188,7 +189,7 @@ async def session_content(
 ) -> SessionContent | None:
     """Return a session of *db*, even if it has expired; None if it does not exist."""
     identity = await db.runner.identify(app_name, user_id, session_id)
-    decrypted = await db.runner.run(key_operations.ReadWholeSession(identity, _checked_event))
+    decrypted = await db.runner.run(key_operations.ReadWholeSession(identity, _checked_events))
     if decrypted is None:
         return None
     session, row = decrypted.session, decrypted.session.row

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import itemgetter
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -37,8 +38,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 E = TypeVar("E")
 P = TypeVar("P")
 T = TypeVar("T")
-# Decodes an event; the arguments are its plaintext, the row id of the session and the `seq`.
-Decode = Callable[[bytes, int, int], E]
+# Decodes events; the arguments are their plaintexts, the row id of the session and each `seq`.
+Decode = Callable[[list[bytes], int, Sequence[int]], list[E]]
 
 NO_LIMIT = 2**40  # no app has so many sessions, and no session so many events
 _LAST_ROW = 2**63 - 1
@@ -131,10 +132,10 @@ class GetSession(StorageOperation[tuple[SessionWithStates, list[E]] | None]):
             raise _DoesNotFollow
         size = 0
 
-        def decode(plaintext: bytes, session_row_id: int, seq: int) -> E:
+        def decode(plaintexts: list[bytes], session_row_id: int, seqs: Sequence[int]) -> list[E]:
             nonlocal size
-            size += size_of_event(plaintext)
-            return self.decode(plaintext, session_row_id, seq)
+            size += sum(map(size_of_event, plaintexts))
+            return self.decode(plaintexts, session_row_id, seqs)
 
         try:
             events = await check_and_decode_events(
@@ -185,18 +186,15 @@ async def _decode_in_chunks(
     may run.
     """
     decoded: list[E] = []
-    session_row_id = session.row.id
     for start in range(0, len(event_rows), _CHUNK):
         if start:
             await asyncio.sleep(0)
         rows = event_rows[start : start + _CHUNK]
         plaintexts, link = sealed_rows.open_events(attempt, session, rows, link)
-        # A generator would take longer: it is resumed for each event.
-        decoded += [
-            decode(plaintext, session_row_id, row[EVENT_SEQ])
-            for row, plaintext in zip(rows, plaintexts, strict=True)
-            if since is None or row[EVENT_TIME] >= since
-        ]
+        if since is not None:
+            is_wanted = [row[EVENT_TIME] >= since for row in rows]
+            plaintexts, rows = [*compress(plaintexts, is_wanted)], [*compress(rows, is_wanted)]
+        decoded += decode(plaintexts, session.row.id, [row[EVENT_SEQ] for row in rows])
     return decoded, link
 
 

@@ -1,5 +1,6 @@
 """Encrypt and decrypt rows, and check that rows of one read belong together."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
@@ -17,8 +18,10 @@ from adk_secure_sessions.formats.records import (
     context_with_prefix,
     encode_text,
     join_id,
-    open_with_flags,
+    open_sealed,
+    pack_event_integers,
     split_link,
+    wrong_integer_error,
 )
 from adk_secure_sessions.storage.operation_runner import Attempt
 from adk_secure_sessions.storage.queries import (
@@ -275,12 +278,11 @@ def open_events(
     event before the first: `NO_LINK` if there is no such event, and None if that event was not
     read.  Return the plaintexts without flags and links, and the link of the last event.
 
-    For speed, the beginning of the context is computed once, and the cipher is looked up if an
-    event names another data key than the event before it.
+    For speed, the beginning of the associated data is computed, and the cipher is looked up, only
+    if an event names another data key than the event before it.
     """
     identity, session_row_id = attempt.identity, session.row.id
-    prefix = identity.event_prefix
-    header, key = None, None
+    header, prefix, key = None, b"", None
     plaintexts = []
     began = perf_counter()
     for row in event_rows:
@@ -289,13 +291,16 @@ def open_events(
             if key is None or type(record) is not bytes or record[:HEADER_LENGTH] != header:
                 key = attempt.keys.key_of(identity.user_tag, record)
                 header = record[:HEADER_LENGTH]
-            context = context_with_prefix(prefix, session_row_id, seq, row[EVENT_TIME])
-            plaintext = open_with_flags(record, context, key.cipher)
+                prefix = header + identity.event_prefix
+            associated_data = prefix + pack_event_integers(session_row_id, seq, row[EVENT_TIME])
+            plaintext = open_sealed(record[HEADER_LENGTH:], associated_data, key.cipher)
             if previous is not None and plaintext[EVENT_PREVIOUS] != previous:
                 raise other_history_error()
             previous = plaintext[EVENT_LINK]
             plaintexts.append(plaintext[EVENT_REST])
-        except DecryptionError as error:
+        except (DecryptionError, struct.error) as error:
+            if isinstance(error, struct.error):
+                error = wrong_integer_error()
             raise error.located(EVENTS.name, f"{session_row_id}, {seq}") from None
     if key is not None and attempt.keys.measured_call is not None:
         attempt.keys.count_work("decrypt", key, sum(map(len, plaintexts)), began)
@@ -383,7 +388,7 @@ def seal_events(
     prefix, tag, seal = attempt.identity.event_prefix, attempt.identity.user_tag, attempt.keys.seal
     rows = []
     for seq, ((event, at), link) in enumerate(zip(new, links, strict=True), first):
-        context = context_with_prefix(prefix, session_row_id, seq, at)
+        context = prefix + pack_event_integers(session_row_id, seq, at)
         record = seal(tag, context, link + previous + event)
         rows.append(EventRow(session_row_id, seq, at, record))
         previous = link

@@ -146,7 +146,7 @@ class Collections:
         return bool(await self.runner.run(writes.DeleteSession(identity)))
 
     async def _read(self, identity: Identity, limit: int | None) -> Collection | None:
-        loaded = await self.runner.run(GetSession(identity, lambda item, *_: item, limit))
+        loaded = await self.runner.run(GetSession(identity, lambda items, *_: items, limit))
         if loaded is None:
             return None
         stored, items = loaded
