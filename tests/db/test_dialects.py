@@ -11,7 +11,9 @@ from adk_secure_sessions.db.dialects import compile_for_sqlite, decode_any_text,
 def test_statement_for_sqlite_is_compiled_once_with_named_parameters() -> None:
     table = sa.table("t", sa.column("a", sa.Integer))
     statement = sa.select(table.c.a).where(table.c.a == sa.bindparam("a"))
-    assert " ".join(compile_for_sqlite(statement).split()) == "SELECT t.a FROM t WHERE t.a = :a"
+    text, values_of = compile_for_sqlite(statement)
+    assert " ".join(text.split()) == "SELECT t.a FROM t WHERE t.a = ?"
+    assert values_of({"a": 1, "b": 2}) == (1,)
     assert compile_for_sqlite(statement) is compile_for_sqlite(statement)
 
 

@@ -6,6 +6,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -41,16 +42,26 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 
 
 @functools.cache
-def compile_for_sqlite(statement: sa.Executable) -> str:
+def compile_for_sqlite(
+    statement: sa.Executable,
+) -> tuple[str, Callable[[Parameters], tuple[object, ...]]]:
+    """Compile *statement*; return it and a function that returns the values for its `?`.
+
+    By name, SQLite's driver takes 0.1 us more for each value.
+    """
     assert isinstance(statement, sa.ClauseElement)
-    return str(statement.compile(dialect=_sqlite_dialect()))
+    compiled: Any = statement.compile(dialect=_sqlite_dialect())
+    names = compiled.positiontup
+    if len(names) > 1:
+        return compiled.string, itemgetter(*names)
+    return compiled.string, lambda parameters: tuple(parameters[name] for name in names)
 
 
 @functools.cache
 def _sqlite_dialect() -> sa.Dialect:
     from sqlalchemy.dialects import sqlite  # which a service on a server does not need
 
-    return sqlite.dialect(paramstyle="named")
+    return sqlite.dialect(paramstyle="qmark")
 
 
 def decode_any_text(data: bytes) -> str:
@@ -190,7 +201,8 @@ class _Sqlite(Dialect):
         self, connection: sa.Connection, query: sa.Executable, parameters: Parameters
     ) -> Sequence[Row]:
         with self.decoding(connection, decode_any_text):
-            return connection.exec_driver_sql(compile_for_sqlite(query), parameters).all()
+            text, values_of = compile_for_sqlite(query)
+            return connection.exec_driver_sql(text, values_of(parameters)).all()
 
     @contextmanager
     def decoding(

@@ -213,9 +213,7 @@ class SqliteExecutor:
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
     async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self._submit(
-            lambda thread, driver: thread.fetch(driver, query, parameters), reads=True
-        )
+        return await self._submit(lambda thread, _: thread.fetch(query, parameters), reads=True)
 
     async def write(
         self,
@@ -224,9 +222,7 @@ class SqliteExecutor:
         *,
         in_one_transaction: bool = False,  # no effect: SQLite has one writer at a time
     ) -> T:
-        return await self._submit(
-            lambda thread, driver: thread.transact(driver, transaction), on_commit
-        )
+        return await self._submit(lambda thread, _: thread.transact(transaction), on_commit)
 
     async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
         def run(thread: WorkerThread, connection: sa.Connection) -> T:
@@ -523,6 +519,7 @@ class WorkerThread:
         # transaction, or None.  The next call of `_next_batch` begins with this item.
         self._held_back: list[Job | None] = []
         self._busy = False
+        self._cursor: Any = None  # of this thread's connection; a cursor for each statement is slow
         self.last_batch_was_group: bool = False  # whether the last transaction had several jobs
         self._savepoints_until = 0.0  # in monotonic seconds: see `_run_batch`
         self.interrupts_reads: bool = False  # set by another thread, to end this thread's read
@@ -562,7 +559,6 @@ class WorkerThread:
         return batch
 
     def _serve(self) -> None:
-        driver: sqlite3.Connection | None = None
         while batch := self._next_batch():
             batch = [job for job in batch if job.take()]
             try:
@@ -570,12 +566,12 @@ class WorkerThread:
                 if batch and batch[0].needs_sqlalchemy:
                     self._run_on_engine(batch[0])
                 elif batch:
-                    driver = driver or self._connect()
+                    self._cursor = self._cursor or self._connect()
                     if self._writes:
-                        self._run_batch(driver, batch)
+                        self._run_batch(batch)
                     else:
                         self.file.check_rate_limited()
-                        self._run(batch[0], driver)
+                        self._run(batch[0])
             except BaseException as error:
                 for job in batch:
                     job.fail(error)
@@ -585,12 +581,12 @@ class WorkerThread:
             # for the next job.
             batch = []
         try:
-            if driver is not None:
-                driver.close()
+            if self._cursor is not None:
+                self._cursor.connection.close()
         finally:
             _file_threads.discard(self)
 
-    def _run(self, job: Job, connection: Any) -> None:
+    def _run(self, job: Job, connection: sa.Connection | None = None) -> None:
         self._job = job
         try:
             job.value = job.work(self, connection)
@@ -599,7 +595,7 @@ class WorkerThread:
         finally:
             self._job = None  # the job refers to decrypted rows, see `_serve`
 
-    def _run_batch(self, driver: sqlite3.Connection, batch: list[Job]) -> None:
+    def _run_batch(self, batch: list[Job]) -> None:
         """Run *batch* in one transaction.
 
         If a job of a group fails after it has made changes, all jobs are rolled back, and the
@@ -609,33 +605,34 @@ class WorkerThread:
         append, because SQLite copies the pages that earlier jobs have changed.  If the transaction
         itself fails, raise the error, which is then the outcome of every job.
         """
+        execute, driver = self._cursor.execute, self._cursor.connection
         is_group = len(batch) > 1
         has_savepoints = is_group and time.monotonic() < self._savepoints_until
         try:
-            driver.execute("BEGIN IMMEDIATE")
+            execute("BEGIN IMMEDIATE")
             for job in batch:
                 if has_savepoints:
-                    driver.execute("SAVEPOINT one")
+                    execute("SAVEPOINT one")
                 changes = driver.total_changes
-                self._run(job, driver)
+                self._run(job)
                 if not driver.in_transaction:  # SQLite rolled back, for example on a full disk
                     if self._has_timed_out():
                         return _fail_others(job, batch)
                     raise job.error or sqlite3.OperationalError("SQLite ended the transaction")
                 if has_savepoints:
                     if job.error is not None:
-                        driver.execute("ROLLBACK TO one")
-                    driver.execute("RELEASE one")
+                        execute("ROLLBACK TO one")
+                    execute("RELEASE one")
                 elif is_group and job.error is not None and driver.total_changes != changes:
                     self._savepoints_until = time.monotonic() + 1
-                    driver.execute("ROLLBACK")
+                    execute("ROLLBACK")
                     return _fail_others(job, batch)
             commit = is_group or batch[0].error is None
             self.file.check()  # now, not before the jobs: what is acknowledged is in the file
-            driver.execute("COMMIT" if commit else "ROLLBACK")
+            execute("COMMIT" if commit else "ROLLBACK")
         except BaseException:
             if driver.in_transaction:
-                driver.execute("ROLLBACK")
+                execute("ROLLBACK")
             raise
         else:
             if commit:
@@ -653,7 +650,7 @@ class WorkerThread:
                 self.file.check()
                 connection.commit()
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Cursor:
         pooled = self._engine.raw_connection()
         driver = pooled.driver_connection
         assert isinstance(driver, sqlite3.Connection)
@@ -666,25 +663,28 @@ class WorkerThread:
             driver.execute("PRAGMA synchronous = FULL")
         else:
             driver.execute("PRAGMA query_only = ON")
-        return driver
+        return driver.cursor()
 
-    def transact(self, driver: sqlite3.Connection, transaction: Transaction[T]) -> T:
-        return run_steps(transaction(), partial(self.fetch, driver), partial(self._apply, driver))
+    def transact(self, transaction: Transaction[T]) -> T:
+        return run_steps(transaction(), self.fetch, self._apply)
 
-    def fetch(
-        self, driver: sqlite3.Connection, query: sa.Executable, parameters: Parameters
-    ) -> Sequence[Row]:
-        text = compile_for_sqlite(query)
-        return self.with_time_limit(lambda: driver.execute(text, parameters).fetchall())
+    def fetch(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
+        text, values_of = compile_for_sqlite(query)
+        values = values_of(parameters)
+        return self.with_time_limit(lambda: self._cursor.execute(text, values).fetchall())
 
-    def _apply(self, driver: sqlite3.Connection, changes: Sequence[Change]) -> bool:
-        def change_rows(change: Change) -> int:
-            statement, parameters, _, rows = change
-            execute: Any = driver.executemany if rows else driver.execute
-            rowcount: int = execute(compile_for_sqlite(statement), rows or parameters).rowcount
-            return rowcount
+    def _apply(self, changes: Sequence[Change]) -> bool:
+        return self.with_time_limit(run_changes, self._change_rows, changes, writes=True)
 
-        return self.with_time_limit(run_changes, change_rows, changes, writes=True)
+    def _change_rows(self, change: Change) -> int:
+        statement, parameters, _, rows = change
+        text, values_of = compile_for_sqlite(statement)
+        if rows:
+            self._cursor.executemany(text, map(values_of, rows))
+        else:
+            self._cursor.execute(text, values_of(parameters))
+        rowcount: int = self._cursor.rowcount
+        return rowcount
 
     def with_time_limit(self, work: Callable[..., T], *args: object, writes: bool = False) -> T:
         """Call *work*, which `_should_interrupt` may interrupt; DatabaseError if it timed out.
