@@ -441,7 +441,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
 def test_unreadable_event_names_both_versions(data: bytes) -> None:
     with pytest.raises(ConfigurationError) as info:
-        events.decode(b"\x0599.99" + data, 1, 0)
+        events.decode_all([events.encode(made("text")), b"\x0599.99" + data], 1, [7, 0])
     assert ROW in str(info.value)
     assert "99.99" in str(info.value)
     assert adk_version in str(info.value)
@@ -461,6 +461,7 @@ MALFORMED = {
     "cut off": b"\x051.2.3" + EVENT[:-1],
     "a list": b'\x051.2.3["secret 7Qx"]',
     "null": b"\x051.2.3null",
+    "two events": b"\x051.2.3" + EVENT + b"," + EVENT,
     "not UTF-8": b'\x051.2.3{"author":"secret 7Qx \xff"}',
     "UTF-16": b"\x051.2.3" + EVENT.decode().encode("utf-16"),
     "byte order mark": b"\x051.2.3\xef\xbb\xbf" + EVENT,
@@ -476,8 +477,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize("plaintext", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_event_is_rejected_without_repeating_it(plaintext: bytes) -> None:
+    ours = plaintext.replace(b"\x051.2.3", events._PREFIX)
     with pytest.raises(DecryptionError, match=ROW) as info:
-        events.decode(plaintext, 1, 0)
+        events.decode_all([ours, events._PREFIX + EVENT], 1, [0, 7])
     assert info.value.reason is Reason.MALFORMED
     assert (info.value.table, info.value.row) == ("secure_events", "1, 0")
     assert "7Qx" not in str(info.value)

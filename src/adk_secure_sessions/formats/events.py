@@ -30,7 +30,8 @@ _PREFIX_LENGTH = len(_PREFIX)
 # the import and every command.
 _parser = cache(create_parser)
 
-
+# Events with more bytes are parsed one by one: to parse several in one call, all are copied twice.
+_PARSED_AT_ONCE = 2**20
 MAX_SECONDS = 9e12  # the largest time since 1970 that fits into a column of microseconds
 
 
@@ -210,10 +211,9 @@ def decode(plaintext: bytes, *primary_key: object, table: str = "secure_events")
     ConfigurationError, if the installed google-adk cannot read it, names the event's *table*, its
     *primary_key* and both versions of google-adk.
     """
-    is_ours = plaintext[:_PREFIX_LENGTH] == _PREFIX
-    if start := _PREFIX_LENGTH if is_ours else json_text.version_end(plaintext):
+    if end := json_text.version_end(plaintext):
         try:
-            (event,) = _parser()([plaintext[start:]])
+            (event,) = _parser()([plaintext[end:]])
             return event
         except ValueError:
             pass
@@ -230,12 +230,13 @@ def decode(plaintext: bytes, *primary_key: object, table: str = "secure_events")
 
 def decode_all(plaintexts: list[bytes], session_row_id: int, seqs: Sequence[int]) -> list[Event]:
     """Return the events in *plaintexts*, as `decode` does; their `seq` is in *seqs*."""
-    texts = [data[_PREFIX_LENGTH:] for data in plaintexts if data.startswith(_PREFIX)]
-    if len(texts) == len(plaintexts):
-        try:
-            return _parser()(texts)
-        except ValueError:
-            pass
+    if sum(map(len, plaintexts)) <= _PARSED_AT_ONCE:
+        texts = [data[_PREFIX_LENGTH:] for data in plaintexts if data.startswith(_PREFIX)]
+        if len(texts) == len(plaintexts):
+            try:
+                return _parser()(texts)
+            except ValueError:
+                pass
     return [
         decode(plaintext, session_row_id, seq)
         for plaintext, seq in zip(plaintexts, seqs, strict=True)
