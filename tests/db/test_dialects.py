@@ -8,12 +8,11 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import compile_for_sqlite, decode_any_text, dialect_of
 
 
-def test_statement_for_sqlite_is_compiled_once_with_named_parameters() -> None:
+def test_statement_for_sqlite_is_compiled_once_with_values_by_position() -> None:
     table = sa.table("t", sa.column("a", sa.Integer))
     statement = sa.select(table.c.a).where(table.c.a == sa.bindparam("a"))
     text, values_of = compile_for_sqlite(statement)
-    assert " ".join(text.split()) == "SELECT t.a FROM t WHERE t.a = ?"
-    assert values_of({"a": 1, "b": 2}) == (1,)
+    assert (text.split()[-3:], values_of({"a": 1, "b": 2})) == (["t.a", "=", "?"], (1,))
     assert compile_for_sqlite(statement) is compile_for_sqlite(statement)
 
 
