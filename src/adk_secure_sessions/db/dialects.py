@@ -45,9 +45,9 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 def compile_for_sqlite(
     statement: sa.Executable,
 ) -> tuple[str, Callable[[Parameters], tuple[object, ...]]]:
-    """Compile *statement*; return it and a function that returns the values for its `?`.
+    """Return the SQL of *statement*, and a function that returns the values for its `?`.
 
-    By name, SQLite's driver takes 0.1 us more for each value.
+    By name, SQLite's driver takes 0.1 µs more for each value.
     """
     assert isinstance(statement, sa.ClauseElement)
     compiled: Any = statement.compile(dialect=_sqlite_dialect())

@@ -106,24 +106,24 @@ def parse_publicly(texts: list[bytes]) -> list[Event]:
 def _parser(validate: Callable[[bytes], list[Event]], otherwise: Parser = parse_publicly) -> Parser:
     """Return a function that parses JSON with *validate*, or with *otherwise* what it rejects.
 
-    One call of *validate* parses many events: a call for each takes 13 % longer.
+    One call of *validate* parses all texts: a call for each takes 13 % longer.  The texts are
+    authentic: one holds more or less than an event only if its writer is faulty.
     """
 
     def parse(texts: list[bytes]) -> list[Event]:
-        data = b",".join(texts)
+        data = b"[%b]" % b",".join(texts)
         # The public call drops some null fields of a `Part`, and the faster parser keeps them.  So
         # the public call parses all JSON that may contain null.  Most needs only the first check.
         if b"null" not in data or not may_contain_null(data):
             try:
-                events = validate(b"[" + data + b"]")
+                events = validate(data)
                 if len(events) == len(texts):
                     return events
             except ValueError:
                 pass
-        if len(texts) <= 1:
+        if len(texts) == 1:
             return otherwise(texts)
-        middle = len(texts) // 2  # one event with a null does not make all others slow
-        return parse(texts[:middle]) + parse(texts[middle:])
+        return [event for text in texts for event in parse([text])]
 
     return parse
 

@@ -30,8 +30,8 @@ _PREFIX_LENGTH = len(_PREFIX)
 # the import and every command.
 _parser = cache(create_parser)
 
-# Events with more bytes are parsed one by one: to parse several in one call, all are copied twice.
-_PARSED_AT_ONCE = 2**20
+# Events with more bytes in all are parsed one by one: parsing them together takes three copies.
+_MAX_JOINED_BYTES = 2**20
 MAX_SECONDS = 9e12  # the largest time since 1970 that fits into a column of microseconds
 
 
@@ -230,7 +230,7 @@ def decode(plaintext: bytes, *primary_key: object, table: str = "secure_events")
 
 def decode_all(plaintexts: list[bytes], session_row_id: int, seqs: Sequence[int]) -> list[Event]:
     """Return the events in *plaintexts*, as `decode` does; their `seq` is in *seqs*."""
-    if sum(map(len, plaintexts)) <= _PARSED_AT_ONCE:
+    if sum(map(len, plaintexts)) <= _MAX_JOINED_BYTES:
         texts = [data[_PREFIX_LENGTH:] for data in plaintexts if data.startswith(_PREFIX)]
         if len(texts) == len(plaintexts):
             try:

@@ -257,14 +257,13 @@ def context_with_prefix(prefix: bytes, *numbers: int) -> bytes:
         raise wrong_integer_error() from None
 
 
-# The second half of the context of an event: a call takes half as long as `context_with_prefix`.
-# Values that are no integers raise `struct.error`.
+# Returns the second half of the context of an event, or raises `struct.error` if a value is no
+# 64-bit integer.  It takes half the time of `context_with_prefix`.
 pack_event_integers: Callable[[int, int, int], bytes] = partial(_PACK_INTEGERS[3], 3 * 8)
 
 
 def wrong_integer_error() -> TamperedError:
-    detail = "an integer column holds a value of another type"
-    return TamperedError(detail, Reason.MALFORMED)
+    return TamperedError("an integer column holds a value of another type", Reason.MALFORMED)
 
 
 def context_prefix(parts: tuple[str | bytes, ...]) -> bytes:
@@ -342,7 +341,7 @@ def open_with_flags(
 def open_sealed(
     sealed: bytes, associated_data: bytes, cipher: Cipher, handler: FlagHandler = unpack
 ) -> bytes:
-    """Do the same as `open_with_flags`, for the parts of a record: `Cipher.decrypt` takes these."""
+    """Do the same as `open_with_flags`, with the arguments of `Cipher.decrypt`."""
     try:
         plaintext = cipher.decrypt(sealed, associated_data)
     except DecryptionError:

@@ -278,8 +278,8 @@ def open_events(
     event before the first: `NO_LINK` if there is no such event, and None if that event was not
     read.  Return the plaintexts without flags and links, and the link of the last event.
 
-    For speed, the beginning of the associated data is computed, and the cipher is looked up, only
-    if an event names another data key than the event before it.
+    For speed, the cipher is looked up, and the beginning of the associated data computed, only if
+    an event names another data key than the event before it.
     """
     identity, session_row_id = attempt.identity, session.row.id
     header, prefix, key = None, b"", None
@@ -298,9 +298,9 @@ def open_events(
                 raise other_history_error()
             previous = plaintext[EVENT_LINK]
             plaintexts.append(plaintext[EVENT_REST])
-        except (DecryptionError, struct.error) as error:
-            if isinstance(error, struct.error):
-                error = wrong_integer_error()
+        except struct.error:
+            raise wrong_integer_error().located(EVENTS.name, f"{session_row_id}, {seq}") from None
+        except DecryptionError as error:
             raise error.located(EVENTS.name, f"{session_row_id}, {seq}") from None
     if key is not None and attempt.keys.measured_call is not None:
         attempt.keys.count_work("decrypt", key, sum(map(len, plaintexts)), began)
