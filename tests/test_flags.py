@@ -32,7 +32,7 @@ REPETITIVE = b'{"notes":"take one pill, ' * 200
 
 
 def packed(content: bytes, compression: Any = None, padding: Any = None) -> bytes:
-    return Packing(compression, padding).pack(content)
+    return records.pack(Packing(compression, padding), content)
 
 
 # --- contents come back --------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_content_is_packed_and_comes_back(content: bytes, compression: Any, padd
     assert (plaintext[0] & PADDED != 0) == (padding is not None)
     if padding:
         assert padme(len(plaintext)) == len(plaintext)
-    assert packing_of(plaintext).pack(content) == plaintext
+    assert records.pack(packing_of(plaintext), content) == plaintext
 
 
 @pytest.mark.parametrize("padding", [None, "padme"])
@@ -259,4 +259,4 @@ def test_unknown_compression_or_padding_is_rejected(value: Any) -> None:
 
 
 def test_nothing_is_packed_by_default() -> None:
-    assert Packing().pack(b"content") == NO_FLAGS + b"content"
+    assert records.pack(Packing(), b"content") == NO_FLAGS + b"content"

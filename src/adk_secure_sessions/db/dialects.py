@@ -54,7 +54,7 @@ def compile_for_sqlite(
     names = compiled.positiontup
     if len(names) > 1:
         return compiled.string, itemgetter(*names)
-    return compiled.string, lambda parameters: tuple(parameters[name] for name in names)
+    return compiled.string, lambda parameters: tuple(map(parameters.__getitem__, names))
 
 
 @functools.cache

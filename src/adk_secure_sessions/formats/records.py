@@ -90,20 +90,21 @@ class Packing:
         if self.padding not in (None, *PADDINGS):
             raise ConfigurationError('padding must be "padme" or None')
 
-    def pack(self, content: bytes) -> bytes:
-        """Return the plaintext of a record with *content*: the flags, then the packed content."""
-        if self.compression is None and self.padding is None:
-            return NO_FLAGS + content
-        flags, body = 0, content
-        if self.compression and COMPRESSED_FROM <= len(content) <= MAX_CONTENT:
-            compressed = zlib.compress(content, _ZLIB_LEVEL)
-            if len(compressed) < len(content):
-                flags, body = ZLIB, compressed
-        if not self.padding:
-            return bytes([flags]) + body
-        length = _PADDED_START.size + len(body)
-        start = _PADDED_START.pack(flags | PADDED, len(body))
-        return b"".join((start, body, bytes(padme(length) - length)))
+
+def pack(packing: Packing, content: bytes) -> bytes:
+    """Return the plaintext of a record with *content*: the flags, then the packed content."""
+    if packing.compression is None and packing.padding is None:
+        return NO_FLAGS + content
+    flags, body = 0, content
+    if packing.compression and COMPRESSED_FROM <= len(content) <= MAX_CONTENT:
+        compressed = zlib.compress(content, _ZLIB_LEVEL)
+        if len(compressed) < len(content):
+            flags, body = ZLIB, compressed
+    if not packing.padding:
+        return bytes([flags]) + body
+    length = _PADDED_START.size + len(body)
+    start = _PADDED_START.pack(flags | PADDED, len(body))
+    return b"".join((start, body, bytes(padme(length) - length)))
 
 
 def packing_of(plaintext: bytes) -> Packing:

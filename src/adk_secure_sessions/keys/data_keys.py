@@ -254,6 +254,8 @@ class TransactionKeys:
         keys = self._keys_of(owner_tag)
         assert keys is not None
         assert keys.current is not None
+        if not key_ids or key_ids == (keys.current.id,):
+            return (keys.current.id,)  # the usual case
         backend_id = keys.current.backend_id
         replaced = {key.id for key in keys.by_id.values() if key and key.backend_id == backend_id}
         may_exist = keys.by_id if owner_tag in self._fresh_owners else key_ids
@@ -350,8 +352,10 @@ class TransactionKeys:
         begins with its flags already, and is encrypted as it is.
         """
         began = perf_counter()
-        plaintext = content if has_flags else self.packing.pack(content)
-        key = self.current(owner_tag)
+        plaintext = content if has_flags else records.pack(self.packing, content)
+        keys = self._by_owner.get(owner_tag) or self._keys_of(owner_tag)
+        assert keys is not None
+        key = keys.current
         assert key is not None
         record = records.seal(key.cipher, key.header, context, plaintext)
         if self.measured_call is not None:
@@ -486,7 +490,7 @@ def wrap_data_key(row: DataKeyRow, keyring: Keyring, master_id: int, key: bytes)
         raise ConfigurationError(
             f"backend {row.backend_id} makes keys that take more than {MAX_WRAPPED} bytes"
         )
-    return row._replace(wrapped=record)
+    return DataKeyRow(*row[:-1], record)
 
 
 def unwrap_data_key(row: DataKeyRow, keyring: Keyring) -> bytes:

@@ -227,7 +227,8 @@ class _OpenState(NamedTuple):
 
     keys: DatabaseKeys
     row_cache: RowCache
-    # Of sessions and collections, by their ids; and any one of each user, by app name and user id.
+    # Of sessions and collections, by their ids; any one of each user, by app name and user id; and
+    # any one of each app, by its name.
     identities: FifoCache[tuple[object, ...], Identity]
     # See `OperationRunner.cached_object`.
     objects: "WeakKeyDictionary[object, tuple[int, Any]]"
@@ -343,8 +344,8 @@ class OperationRunner:
         ids = (app_name, user_id, session_id, is_collection)
         if found := opened.identities.get(ids):
             return found
-        of_user = opened.identities.get(ids[:2])
-        return identify(opened.keys.keyring.index_master, *ids, of_user)
+        known = opened.identities.get(ids[:2]) or opened.identities.get(ids[:1])
+        return identify(opened.keys.keyring.index_master, *ids, known)
 
     @property
     def keyring_if_open(self) -> Keyring | None:
@@ -595,8 +596,9 @@ def _cache_identity(
         owner = owner or rows.apps.get(identity.app_tag)
     if owner and (not identity.session_id or rows.sessions.get(identity.session_tag)):
         identities.put(identity[:4], identity)
-        if not identities.get(identity[:2]):
-            identities.put(identity[:2], identity)
+        for ids in identity[:2], identity[:1]:
+            if not identities.get(ids):
+                identities.put(ids, identity)
 
 
 def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:

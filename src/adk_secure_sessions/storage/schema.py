@@ -461,10 +461,10 @@ def identify(
     user_id: str = "",
     session_id: str = "",
     is_collection: bool = False,
-    of_user: Identity | None = None,
+    known: Identity | None = None,
 ) -> Identity:
-    """Return the ids and their tags; *of_user* is another identity with this app and user, if
-    known.
+    """Return the ids and their tags; *known* is another identity with this app, if possible also
+    with this user.
     """
     # Each id is a part of several contexts, and is encoded once.
     app = encode_part(app_name)
@@ -477,8 +477,10 @@ def identify(
         user_id,
         session_id,
         is_collection,
-        of_user.app_tag if of_user else master.mac_of_prefix(_KIND["app"] + app),
-        of_user.user_tag if of_user else master.mac_of_prefix(_KIND["user"] + user),
+        known.app_tag if known else master.mac_of_prefix(_KIND["app"] + app),
+        known.user_tag
+        if known and known.user_id == user_id
+        else master.mac_of_prefix(_KIND["user"] + user),
         session_tag,
         app,
         _KIND[SESSIONS.kind] + user + encode_part(session_tag),

@@ -120,9 +120,10 @@ class OwnerChanges:
         self._ensure_first_key(identity.user_tag)
         row = UserRow(new_row_id(), app_row_id, identity.user_tag, 0, b"")
         user = self._insert(row, identity.user_id, delta)
-        entries = index_rows.value_tags_of(self._attempt, USER_PREFIX, delta)
-        row_id = index_rows.index_row_id(user.row.id)
-        self.changes += index_rows.new_row_changes(row_id, entries)
+        if self._keys.keyring.indexed_key_tags:
+            entries = index_rows.value_tags_of(self._attempt, USER_PREFIX, delta)
+            row_id = index_rows.index_row_id(user.row.id)
+            self.changes += index_rows.new_row_changes(row_id, entries)
         return user
 
     def update_owner(
@@ -135,7 +136,7 @@ class OwnerChanges:
         current = self._keys.current(owner.row.tag)
         if delta or current is None or current.id not in owner.key_ids:
             owner = self.store_next_version(owner, delta)
-        if delta and owner.is_user:
+        if delta and owner.is_user and self._keys.keyring.indexed_key_tags:
             self._update_search_index(owner, delta, {})
         return owner
 
@@ -573,7 +574,9 @@ class DeleteSession(Write[bool | None]):
 def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes that delete the events, the snapshot, and rows of the search index."""
     at_row = {"at_id": session.row.id}
-    changes = [Change(sql.DELETE_EVENTS, at_row, must_match_one_row=False)]
+    changes = []
+    if session.row.revision:
+        changes.append(Change(sql.DELETE_EVENTS, at_row, must_match_one_row=False))
     if session.row.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes + index_rows.removal_changes(attempt, session.row.id)
