@@ -19,6 +19,7 @@ SQLAlchemy transaction.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import sqlalchemy as sa
@@ -50,14 +51,16 @@ class Disconnected(Exception):
         self.error = error  # a DatabaseError; callers raise it if the last retry also fails
 
 
-class Read(NamedTuple):
+@dataclass(slots=True)
+class Read:
     """Request for the rows of *query*.  The answer is the sequence of rows from the driver."""
 
     query: sa.Executable
     parameters: Parameters
 
 
-class Change(NamedTuple):
+@dataclass(slots=True)
+class Change:
     """An INSERT, UPDATE or DELETE with its parameters."""
 
     statement: sa.Executable
@@ -69,7 +72,8 @@ class Change(NamedTuple):
     rows: Sequence[Parameters] = ()
 
 
-class Apply(NamedTuple):
+@dataclass(slots=True)
+class Apply:
     """Request to make all *changes*, in this order.
 
     *must_match_one_row* must be True for the first change.  If this change matched no row, nothing

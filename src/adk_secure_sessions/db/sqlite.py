@@ -680,13 +680,13 @@ class WorkerThread:
         return self.with_time_limit(run_changes, self._change_rows, changes, writes=True)
 
     def _change_rows(self, change: Change) -> int:
-        statement, parameters, _, rows = change
-        text, values_of = compile_for_sqlite(statement)
-        if rows:
-            self._cursor.executemany(text, map(values_of, rows))
+        text, values_of = compile_for_sqlite(change.statement)
+        cursor = self._cursor
+        if change.rows:
+            cursor.executemany(text, map(values_of, change.rows))
         else:
-            self._cursor.execute(text, values_of(parameters))
-        rowcount: int = self._cursor.rowcount
+            cursor.execute(text, values_of(change.parameters))
+        rowcount: int = cursor.rowcount
         return rowcount
 
     def with_time_limit(self, work: Callable[..., T], *args: object, writes: bool = False) -> T:

@@ -59,10 +59,9 @@ def claim_keyring(new_key: Parameters) -> list[Change]:
 
 
 def _claim_name(name: str) -> list[Change]:
-    insert = Change(_INSERT_NAME, {"name": name, "value": ""})
-    remove = Change(_DELETE_NAME, {"at_name": name})
+    insert, at = Change(_INSERT_NAME, {"name": name, "value": ""}), {"at_name": name}
     # An attacker may have stored such a row.
-    return [remove._replace(must_match_one_row=False), insert, remove]
+    return [Change(_DELETE_NAME, at, must_match_one_row=False), insert, Change(_DELETE_NAME, at)]
 
 
 def claim(connection: sa.Connection, *names: str) -> None:

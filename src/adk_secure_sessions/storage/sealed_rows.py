@@ -346,8 +346,7 @@ def seal_witness(
     """Return the version witness that confirms the row with the blind index *tag*, encrypted with a
     data key of the owner with *owner_tag*.
     """
-    row = WitnessRow(tag, number, b"")
-    context = WITNESSES.context_of_ids(attempt.identity.encoded_app, row)
+    context = WITNESSES.context_of_ids(attempt.identity.encoded_app, (tag, number))
     record = attempt.keys.seal(owner_tag, context, records.NO_FLAGS + link, has_flags=True)
     return WitnessRow(tag, number, record)
 
