@@ -50,8 +50,8 @@ def test_samples_are_parsed_as_by_the_public_call() -> None:
     stored = {name: json_of(sample) for name, sample in samples.items()}
     differing = [
         name
-        for parsed, (name, data) in zip(parser([*stored.values()]), stored.items(), strict=True)
-        if not same(parsed, Event.model_validate_json(data))
+        for name, data in stored.items()
+        if not same(parser([data])[0], Event.model_validate_json(data))
     ]
     assert differing == []
     assert parser is not parse_publicly
@@ -60,7 +60,7 @@ def test_samples_are_parsed_as_by_the_public_call() -> None:
 def test_most_samples_are_parsed_without_the_public_call(public_calls: list[bytes]) -> None:
     parser = create_parser()
     del public_calls[:]
-    parser([json_of(make()) for make in CORPUS.values()])
+    assert all(parser([json_of(make())]) for make in CORPUS.values())
     assert len(public_calls) < len(CORPUS) / 4  # the samples are fond of nulls
 
 
