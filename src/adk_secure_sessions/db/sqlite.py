@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -55,6 +55,8 @@ from adk_secure_sessions.db.protocol import (
 from adk_secure_sessions.errors import ConfigurationError, DatabaseError, copy_of
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+_Answer = Coroutine[Any, Any, T]
 
 _READERS = 2
 # Seconds to wait while another process holds the write lock; then the write fails.
@@ -212,23 +214,25 @@ class SqliteExecutor:
         self._threads: list[WorkerThread] = []
         self._finalizer: weakref.finalize[Any, SqliteExecutor] | None = None
 
-    async def read(self, query: sa.Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self._submit(lambda thread, _: thread.fetch(query, parameters), reads=True)
+    # These three return the coroutine of `_submit`: one more for each call would take 0.2 µs.
 
-    async def write(
+    def read(self, query: sa.Executable, parameters: Parameters) -> _Answer[Sequence[Row]]:
+        return self._submit(lambda thread, _: thread.fetch(query, parameters), reads=True)
+
+    def write(
         self,
         transaction: Transaction[T],
         on_commit: Callable[[], None] | None = None,
         *,
         in_one_transaction: bool = False,  # no effect: SQLite has one writer at a time
-    ) -> T:
-        return await self._submit(lambda thread, _: thread.transact(transaction), on_commit)
+    ) -> _Answer[T]:
+        return self._submit(lambda thread, _: thread.transact(transaction), on_commit)
 
-    async def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> T:
+    def run_sync(self, work: Callable[[sa.Connection], T], *, commit: bool = True) -> _Answer[T]:
         def run(thread: WorkerThread, connection: sa.Connection) -> T:
             return work(connection) if commit else thread.with_time_limit(work, connection)
 
-        return await self._submit(run, reads=not commit, needs_sqlalchemy=True)
+        return self._submit(run, reads=not commit, needs_sqlalchemy=True)
 
     async def close(self) -> None:
         await asyncio.sleep(0)  # after the writes that `_submit` has delayed
