@@ -265,6 +265,8 @@ async def test_bad_input_stores_nothing(
         await ours.list_artifact_keys(**WHO | {"user_id": "x" * 1025})
     with pytest.raises(ConfigurationError):
         EncryptedArtifactService(sessions, "ftp://x")
+    with pytest.raises(ConfigurationError, match="not a str"):
+        EncryptedArtifactService("sessions.db", tmp_path)  # type: ignore[arg-type]
     assert list((tmp_path / "blobs").iterdir()) == []
 
 

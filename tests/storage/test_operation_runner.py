@@ -266,7 +266,7 @@ async def test_keys_of_an_attempt_that_failed_are_not_shared(pauses: list[float]
     runner = runner_of(one_database()[0])
     with pytest.raises(TamperedError):
         await runner.run(Scripted(fails))
-    assert not (await runner.database_keys()).has_cached_keys_of(WHO.user_tag)
+    assert not (await runner.database_keys()).by_owner.get(WHO.user_tag)
 
 
 # --- data keys in a key database -----------------------------------------------------------------
@@ -625,7 +625,7 @@ async def test_one_call_empties_the_caches_of_all_units_and_keeps_their_keyrings
     empty_caches()
     for (runner, executor, keyrings), before in zip(runners, opened, strict=True):
         after = await runner.database_keys()
-        assert not after.has_cached_keys_of(WHO.user_tag)
+        assert not after.by_owner.get(WHO.user_tag)
         assert after.keyring is before.keyring
         identity = await runner.identify(*WHO[:3])
         assert await runner.run(GetSession(identity, lambda *_: []))
@@ -642,7 +642,7 @@ async def test_operation_that_runs_while_the_caches_are_emptied_fills_none() -> 
         return load_keys(attempt)
 
     await runner.run(Scripted(empties, reads_keys=True))
-    assert not (await runner.database_keys()).has_cached_keys_of(WHO.user_tag)
+    assert not (await runner.database_keys()).by_owner.get(WHO.user_tag)
 
 
 def test_caches_can_be_emptied_while_another_thread_creates_services() -> None:

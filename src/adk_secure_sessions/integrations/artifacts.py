@@ -97,8 +97,12 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
                 these with options, as an `ArtifactStore`.
 
         Raises:
-            ConfigurationError: The store cannot be used as given.
+            ConfigurationError: An argument cannot be used as given.
         """
+        if not isinstance(session_service, EncryptedSessionService):
+            raise ConfigurationError(
+                f"give an EncryptedSessionService, not a {type(session_service).__name__}"
+            )
         self._collections = session_service.collections
         self._auditing = session_service._auditing
         self._store = as_store(store)

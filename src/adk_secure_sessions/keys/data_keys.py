@@ -136,10 +136,6 @@ class DatabaseKeys(HoldsSecrets):
     writing_backend: EncryptionBackend
     by_owner: FifoCache[bytes, OwnerKeys]
 
-    def has_cached_keys_of(self, *owner_tags: bytes) -> bool:
-        """Return whether the data keys of all these owners are cached."""
-        return all(map(self.by_owner.get, owner_tags))
-
 
 class TransactionKeys:
     """The data keys that one transaction uses.

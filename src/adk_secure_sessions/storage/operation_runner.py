@@ -368,7 +368,7 @@ class OperationRunner:
     async def _run_with_retries(self, operation: StorageOperation[T], opened: _OpenState) -> T:
         """Attempt *operation* until it succeeds, and return its result."""
         identity, database_keys = operation.identity, opened.keys
-        are_cached = database_keys.has_cached_keys_of(identity.app_tag, identity.user_tag)
+        are_cached = all(map(database_keys.by_owner.get, (identity.app_tag, identity.user_tag)))
         if measured_call := telemetry.current_call():
             measured_call.measurements.append((telemetry.DATA_KEY_CACHE[are_cached], 1, 0.0))
         key_search, retries = KeySearch(), None
