@@ -47,6 +47,7 @@ def packed(content: bytes, compression: Any = None, padding: Any = None) -> byte
 def test_content_is_packed_and_comes_back(content: bytes, compression: Any, padding: Any) -> None:
     plaintext = packed(content, compression, padding)
     assert unpack(plaintext) == NO_FLAGS + content
+    assert compression or padding or plaintext == NO_FLAGS + content
     assert (plaintext[0] & PADDED != 0) == (padding is not None)
     if padding:
         assert padme(len(plaintext)) == len(plaintext)
@@ -256,7 +257,3 @@ def test_unknown_compression_or_padding_is_rejected(value: Any) -> None:
         Packing(value)
     with pytest.raises(ConfigurationError, match='padding must be "padme" or None'):
         Packing(None, value)
-
-
-def test_nothing_is_packed_by_default() -> None:
-    assert records.pack(Packing(), b"content") == NO_FLAGS + b"content"

@@ -13,13 +13,17 @@ from tests.attacks.support import (
     Database,
     Impact,
     assert_rejected,
+    create_again,
+    delete,
     get,
     get_after,
     get_last,
     get_last_three,
+    get_no_events,
+    list_user,
     only,
 )
-from tests.attacks.world import BOB, CAROL, NOTES, SessionIds
+from tests.attacks.world import BOB, CAROL, NOTES, VISIT, SessionIds
 
 LAST = 3
 WITHIN_LAST_THREE = Impact((*HISTORY.rejected, get_last_three), HISTORY.unaffected)
@@ -78,21 +82,14 @@ async def test_event_deleted_is_detected(db: Database, seq: int) -> None:
 
 COPY = "INSERT INTO secure_events SELECT :visit, {}, time, event FROM secure_events WHERE "
 REVISION = "UPDATE secure_sessions SET revision = {} WHERE id = :visit"
+RENUMBER = "UPDATE secure_events SET seq = seq - 1 WHERE session_row = :visit AND seq = {}"
 DELETE = "DELETE FROM secure_events WHERE session_row = :visit"
 # The statements, and what is rejected then.
 CHANGES: dict[str, tuple[list[str], Impact]] = {
     "all deleted": ([DELETE], SESSION),
     "last deleted, revision lowered": ([f"{DELETE} AND seq = 3", REVISION.format(3)], SESSION),
     "deleted, later ones renumbered": (
-        [
-            f"{DELETE} AND seq = 1",
-            *(
-                f"UPDATE secure_events SET seq = {seq - 1} "
-                f"WHERE session_row = :visit AND seq = {seq}"
-                for seq in (2, LAST)
-            ),
-            REVISION.format(3),
-        ],
+        [f"{DELETE} AND seq = 1", RENUMBER.format(2), RENUMBER.format(3), REVISION.format(3)],
         SESSION,
     ),
     **{
@@ -127,6 +124,16 @@ async def test_events_deleted_or_copied_are_rejected(
 
 
 @also_on("postgresql")
+async def test_event_before_the_first_one_of_a_new_session_is_rejected(db: Database) -> None:
+    new = VISIT._replace(session_id="new")
+    async with db.service() as service:
+        await create_again(service, db, new)
+    copy = "SELECT id, -1, 0, state FROM secure_sessions ORDER BY id DESC LIMIT 1"
+    db.run(f"INSERT INTO secure_events {copy}")
+    await assert_rejected(db, only(get_no_events, list_user, delete), TamperedError, who=new)
+
+
+@also_on("postgresql")
 @pytest.mark.parametrize("seq", [0, 2, LAST])
 async def test_event_duplicated_under_its_own_number_is_rejected(db: Database, seq: int) -> None:
     db.lift_constraints("secure_events")
@@ -142,10 +149,7 @@ async def test_event_duplicated_under_its_own_number_is_rejected(db: Database, s
 @also_on("fernet")  # servers do not store 1.5 in a column of integers
 async def test_event_duplicated_between_two_others_is_rejected(db: Database) -> None:
     db.lift_constraints("secure_events")
-    db.run(
-        "INSERT INTO secure_events SELECT session_row, 1.5, time, event FROM secure_events "
-        "WHERE session_row = :visit AND seq = 1"
-    )
+    db.run(f"{COPY.format(1.5)} session_row = :visit AND seq = 1")
     await assert_rejected(db, WHOLE, TamperedError)
 
 
@@ -153,10 +157,7 @@ async def test_event_replaced_by_a_copy_of_its_neighbour_is_rejected(db: Databas
     """The number of events is still right, and so is the last one."""
     db.lift_constraints("secure_events")
     db.run("DELETE FROM secure_events WHERE session_row = :visit AND seq = 1")
-    db.run(
-        "INSERT INTO secure_events SELECT * FROM secure_events "
-        "WHERE session_row = :visit AND seq = 2"
-    )
+    db.run(f"{COPY.format(2)} session_row = :visit AND seq = 2")
     await assert_rejected(db, WITHIN_LAST_THREE, TamperedError)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import google.adk.sessions
 import pytest
-from google.adk.sessions import BaseSessionService, base_session_service
+from google.adk.sessions import BaseSessionService, Session, base_session_service
+from pydantic import PrivateAttr
 
 from adk_secure_sessions import AesGcmBackend, EncryptedSessionService, service
 from tests.attacks.world import KEY, VISIT
@@ -68,10 +69,12 @@ async def test_every_kind_of_method_that_a_later_adk_adds_raises(
 async def test_own_methods_still_work_beside_those_that_adk_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(Session.__private_attributes__, "_list", PrivateAttr(default=[]))
     later = with_later_adk(monkeypatch, archive_session=reached)
     async with later(":memory:", AesGcmBackend(KEY)) as one:
         session = await one.create_session(**VISIT._asdict(), state={"user:a": 1})
-        assert await one.get_session(**VISIT._asdict()) == session
+        assert (other := await one.get_session(**VISIT._asdict())) == session
+        assert other._list is not session._list  # no session shares it with another
         assert (await one.list_sessions(app_name=VISIT.app_name)).sessions == [session]
         state = await one.get_user_state(app_name=VISIT.app_name, user_id=VISIT.user_id)
         assert state == {"a": 1}

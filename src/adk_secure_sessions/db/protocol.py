@@ -51,7 +51,7 @@ class Disconnected(Exception):
         self.error = error  # a DatabaseError; callers raise it if the last retry also fails
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Read:
     """Request for the rows of *query*.  The answer is the sequence of rows from the driver."""
 
@@ -59,7 +59,7 @@ class Read:
     parameters: Parameters
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Change:
     """An INSERT, UPDATE or DELETE with its parameters."""
 
@@ -72,7 +72,7 @@ class Change:
     rows: Sequence[Parameters] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Apply:
     """Request to make all *changes*, in this order.
 

@@ -104,8 +104,8 @@ def parse_publicly(texts: list[bytes]) -> list[Event]:
 
 
 def _parser(validate: Callable[[bytes], list[Event]], otherwise: Parser = parse_publicly) -> Parser:
-    """Return a function that parses JSON with *validate*, or with *otherwise* what it rejects.  It
-    raises ValueError if it rejects one of several texts.
+    """Return a function that parses JSON with *validate*, or with *otherwise* what it rejects.  If
+    it rejects one of several texts, the function raises ValueError.
 
     One call of *validate* parses all texts: a call for each takes 13 % longer.  The texts are
     authentic: one holds more or less than an event only if its writer is faulty.

@@ -236,7 +236,7 @@ def decode_all(plaintexts: list[bytes], session_row_id: int, seqs: Sequence[int]
             try:
                 return _parser()(texts)
             except ValueError:
-                pass
+                pass  # one is rejected: decode them one by one
     return [
         decode(plaintext, session_row_id, seq)
         for plaintext, seq in zip(plaintexts, seqs, strict=True)

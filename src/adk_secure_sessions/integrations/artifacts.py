@@ -101,7 +101,8 @@ class EncryptedArtifactService(HoldsSecrets, BaseArtifactService):
         """
         if not isinstance(session_service, EncryptedSessionService):
             raise ConfigurationError(
-                f"give an EncryptedSessionService, not a {type(session_service).__name__}"
+                "EncryptedArtifactService uses the database of an EncryptedSessionService: give it "
+                f"one, not a {type(session_service).__name__}"
             )
         self._collections = session_service.collections
         self._auditing = session_service._auditing

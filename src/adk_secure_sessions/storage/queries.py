@@ -54,7 +54,7 @@ _INTEGERS, _BLOBS = 8, 3
 EVENT_SEQ, EVENT_TIME, EVENT_RECORD = 1, 2, 1 + _INTEGERS
 # The same of a session, for listings: most rows are compared with those of the last listing.
 SESSION_ID, SESSION_USER, SESSION_TAG = 1, 2, 1 + _INTEGERS
-# The `seq` of the session's last event, or -1; in a listing, the record of its version witness.
+# The `seq` of the session's last event, or NULL; in a listing, the record of its version witness.
 SESSION_LAST_SEQ, _SESSION_WITNESS = _INTEGERS, _INTEGERS + _BLOBS
 _ZERO: sa.ColumnElement[int] = sa.literal_column("0")
 _MARK: sa.ColumnElement[int] = sa.literal_column(str(INDEX_MARK))
@@ -214,8 +214,7 @@ _APP_AND_USER = (_THE_APP, _THE_USER, _WITNESS_OF_APP, _WITNESS_OF_USER)
 def _select_sessions(
     *conditions: sa.ColumnElement[bool], source: sa.FromClause = sessions, witness: Any = None
 ) -> sa.Select[Any]:
-    highest = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
-    last_seq = sa.func.coalesce(highest.scalar_subquery(), sa.literal_column("-1"))
+    last_seq = sa.select(sa.func.max(events.c.seq)).where(events.c.session_row == sessions.c.id)
     query = _SESSION_KIND.select(*conditions, extra_integer=last_seq, extra_blob=witness)
     return query.select_from(source)
 

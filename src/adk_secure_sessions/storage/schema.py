@@ -93,6 +93,11 @@ class SessionRow(NamedTuple):
         return self.base_revision == COLLECTION
 
     @property
+    def last_seq(self) -> int | None:
+        """The `seq` of the last event or item; None if there is none."""
+        return self.revision - 1 if self.revision else None
+
+    @property
     def has_snapshot(self) -> bool:
         return self.base_revision not in (NO_SNAPSHOT, COLLECTION)
 
@@ -464,8 +469,8 @@ def identify(
     is_collection: bool = False,
     known: Identity | None = None,
 ) -> Identity:
-    """Return the ids and their tags; *known* is another identity with this app, if possible also
-    with this user.
+    """Return the ids and their tags; *known* is another identity of this app, if possible of this
+    user, made with the same *master*.
     """
     # Each id is a part of several contexts, and is encoded once.
     app = encode_part(app_name)

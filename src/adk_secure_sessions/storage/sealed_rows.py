@@ -169,7 +169,7 @@ def open_session_row(attempt: Attempt, rows: QueryRows, user: Owner, stored: Row
         cached
         and cached.value.row == row  # so its revision is a number
         and row.user_row == user.row.id
-        and stored[SESSION_LAST_SEQ] == row.revision - 1
+        and stored[SESSION_LAST_SEQ] == row.last_seq
     ):
         unchanged, has_snapshot = cached, cached.value.snapshot is not None
         is_complete = has_snapshot or not rows.reads_snapshots
@@ -206,8 +206,8 @@ def _decrypt_session(
             raise TamperedError(
                 "it names a snapshot and has none: its writer is faulty", Reason.MALFORMED
             )
-        if last_seq != row.revision - 1:
-            last = last_seq if isinstance(last_seq, int) else "no number"
+        if last_seq != row.last_seq:
+            last = last_seq if isinstance(last_seq, int) else "none with a number"
             item = "item" if row.is_collection else "event"
             raise TamperedError(
                 f"revision {row.revision} requires a last {item} {row.revision - 1}, storage has "

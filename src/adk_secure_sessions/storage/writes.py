@@ -574,9 +574,7 @@ class DeleteSession(Write[bool | None]):
 def _deletions_by_id(attempt: Attempt, session: StoredSession) -> Changes:
     """Return the changes that delete the events, the snapshot, and rows of the search index."""
     at_row = {"at_id": session.row.id}
-    changes = []
-    if session.row.revision:
-        changes.append(Change(sql.DELETE_EVENTS, at_row, must_match_one_row=False))
+    changes = [Change(sql.DELETE_EVENTS, at_row, must_match_one_row=False)]
     if session.row.has_snapshot:
         changes.append(Change(sql.DELETE_SNAPSHOT, at_row))
     return changes + index_rows.removal_changes(attempt, session.row.id)
