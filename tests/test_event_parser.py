@@ -50,6 +50,7 @@ def test_samples_are_parsed_as_by_the_public_call() -> None:
     stored = {name: json_of(sample) for name, sample in samples.items()}
     for name, data in stored.items():
         assert same(parser([data])[0], Event.model_validate_json(data)), name
+    assert same(parser([PLAIN] * 3), [Event.model_validate_json(PLAIN)] * 3)
     assert parser is not parse_publicly
 
 

@@ -347,9 +347,7 @@ class TransactionKeys:
         """
         began = perf_counter()
         plaintext = content if has_flags else records.pack(self.packing, content)
-        keys = self._keys_of(owner_tag)
-        assert keys is not None
-        key = keys.current
+        key = self.current(owner_tag)
         assert key is not None
         record = records.seal(key.cipher, key.header, context, plaintext)
         if self.measured_call is not None:
