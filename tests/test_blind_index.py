@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adk_secure_sessions.formats.records import context_prefix
+from adk_secure_sessions.formats.records import build_context
 from adk_secure_sessions.keys.blind_index import IndexMaster
 from tests import format_reader
 
@@ -20,7 +20,7 @@ CASES: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
     ("tag_of", ("a", "u", "s"), ("session", "a", "u", "s")),
     ("state_key_tag", ("a", "user:k"), ("state index key", "a", "user:k")),
     ("state_value_tag", ("a", "k", b"1"), ("state index value", "a", "k", b"1")),
-    ("mac_of_prefix", (context_prefix(("app", "a")),), ("app", "a")),
+    ("mac_of_context", (build_context(("app", "a")),), ("app", "a")),
     ("mac", ("purpose", ID, "text"), ("purpose", ID, "text")),
 ]
 

@@ -1,6 +1,6 @@
 """AES-256-GCM: the recommended backend."""
 
-import secrets
+import os
 
 from adk_secure_sessions.crypto.aead import KEY_LENGTH, Aes256Gcm
 from adk_secure_sessions.formats.records import Cipher
@@ -28,7 +28,7 @@ class AesGcmBackend(HoldsSecrets):
 
     def new_key(self) -> bytes:
         """Return 32 random bytes."""
-        return secrets.token_bytes(KEY_LENGTH)
+        return os.urandom(KEY_LENGTH)
 
     def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for `key`, a data key of 32 bytes.

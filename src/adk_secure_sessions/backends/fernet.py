@@ -5,7 +5,6 @@ the data key for each token, with the associated data as `info`.
 """
 
 import os
-import secrets
 import time
 
 from cryptography.exceptions import InvalidSignature
@@ -112,7 +111,7 @@ class FernetBackend(HoldsSecrets):
 
     def new_key(self) -> bytes:
         """Return 32 random bytes."""
-        return secrets.token_bytes(_KEY_LENGTH)
+        return os.urandom(_KEY_LENGTH)
 
     def cipher(self, key: bytes) -> Cipher:
         """Return the cipher for `key`, a data key of 32 bytes.

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Literal, NamedTuple, Never, Protocol
 
 from adk_secure_sessions.errors import (
@@ -210,9 +211,8 @@ class Cipher(Protocol):
         """
 
 
-def encode_text(text: str) -> bytes:
-    """Return *text* as UTF-8; lone surrogates, which Python accepts, take three bytes each."""
-    return text.encode("utf-8", "surrogatepass")
+# Returns a text as UTF-8; lone surrogates, which Python accepts, take three bytes each.
+encode_text: Callable[[str], bytes] = methodcaller("encode", "utf-8", "surrogatepass")
 
 
 def is_unicode(text: str) -> bool:
@@ -386,8 +386,7 @@ def new_link() -> bytes:
 
 
 def join_id(identifier: str, rest: bytes) -> bytes:
-    data = encode_text(identifier)
-    return _LENGTH.pack(len(data)) + data + rest
+    return encode_part(identifier) + rest
 
 
 def split_id(plaintext: bytes) -> tuple[str, bytes]:

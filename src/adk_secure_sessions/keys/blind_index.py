@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
 
 from adk_secure_sessions.crypto.aead import Aes256Gcm
-from adk_secure_sessions.formats.records import build_context, context_prefix, context_with_prefix
+from adk_secure_sessions.formats.records import build_context
 from adk_secure_sessions.hiding import HoldsSecrets
 
 TAG_LENGTH = 16
@@ -47,10 +47,9 @@ class IndexMaster(HoldsSecrets):
 
         The first part is the purpose of the MAC: docs/format.md has a context for each purpose.
         """
-        return self.mac_of_prefix(context_prefix(parts), *numbers)
+        return self.mac_of_context(build_context(parts, *numbers))
 
-    def mac_of_prefix(self, prefix: bytes, *numbers: int) -> bytes:
-        """Do the same as `mac`, for a result of `context_prefix`."""
+    def mac_of_context(self, context: bytes) -> bytes:
         mac = self._mac.copy()
-        mac.update(context_with_prefix(prefix, *numbers))
+        mac.update(context)
         return mac.finalize()[:TAG_LENGTH]

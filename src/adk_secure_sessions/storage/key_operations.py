@@ -68,7 +68,8 @@ class ReadOwner(StorageOperation[OwnerWithHeaders | None]):
         if owner is None:
             return None
         row, witness = owner.row, rows.witnesses[owner.row.tag].record
-        headers = _count_headers((sealed_rows.table_of(row), row.record), (WITNESSES, witness))
+        table = sealed_rows.TABLES_OF_ROWS[type(row)]
+        headers = _count_headers((table, row.record), (WITNESSES, witness))
         return OwnerWithHeaders(attempt.identity.app_name, owner, headers)
 
 
@@ -166,7 +167,7 @@ class RenewKey(Write[RenewedKey]):
             return RenewedKey(orphaned_key_ids=stored)
         # A rotation does not have the options of the services, so it packs the row as it was.
         row = owner.row
-        context = sealed_rows.table_of(row).context(attempt.identity.ids, row)
+        context = sealed_rows.TABLES_OF_ROWS[type(row)].context(attempt.identity.ids, row)
         keys.packing = packing_of(keys.open_with_flags(row.tag, context, row.record, keep_packed))
         if stored:
             keys.choose_current(row.tag, stored)

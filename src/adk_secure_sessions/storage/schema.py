@@ -459,6 +459,7 @@ class Identity(NamedTuple):
 
 
 _KIND = {one: encode_part(one) for one in ("app", "user", "session", "collection", "event")}
+_NO_NUMBERS = records.build_context(())
 
 
 def identify(
@@ -477,16 +478,16 @@ def identify(
     user = app + encode_part(user_id)
     session = user + encode_part(session_id)
     kind = "collection" if is_collection else "session"
-    session_tag = master.mac_of_prefix(_KIND[kind] + session)
+    session_tag = master.mac_of_context(_KIND[kind] + session + _NO_NUMBERS)
     return Identity(
         app_name,
         user_id,
         session_id,
         is_collection,
-        known.app_tag if known else master.mac_of_prefix(_KIND["app"] + app),
+        known.app_tag if known else master.mac_of_context(_KIND["app"] + app + _NO_NUMBERS),
         known.user_tag
         if known and known.user_id == user_id
-        else master.mac_of_prefix(_KIND["user"] + user),
+        else master.mac_of_context(_KIND["user"] + user + _NO_NUMBERS),
         session_tag,
         app,
         _KIND[SESSIONS.kind] + user + encode_part(session_tag),

@@ -59,7 +59,7 @@ from adk_secure_sessions.storage.schema import (
 R = TypeVar("R", bound=tuple[Any, ...])
 S = TypeVar("S", bound=Sequence[Any])
 
-_TABLES: dict[type, SealedTable[Any]] = {AppRow: APPS, UserRow: USERS, SessionRow: SESSIONS}
+TABLES_OF_ROWS: dict[type, SealedTable[Any]] = {AppRow: APPS, UserRow: USERS, SessionRow: SESSIONS}
 
 
 def open_app(attempt: Attempt, rows: QueryRows) -> Owner | None:
@@ -87,10 +87,6 @@ def open_user(attempt: Attempt, rows: QueryRows) -> Owner | None:
     return user
 
 
-def table_of(row: AppRow | UserRow | SessionRow) -> SealedTable[Any]:
-    return _TABLES[type(row)]
-
-
 def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owner:
     """Return the decrypted *row* of the app, or of any of its users; the cached one if nothing has
     changed.
@@ -100,7 +96,7 @@ def open_owner(attempt: Attempt, rows: QueryRows, row: AppRow | UserRow) -> Owne
     if cached and cached.value.row == row and witness and cached.witness == witness:
         owner = cached.value
     else:
-        table, user_id = table_of(row), ""
+        table, user_id = TABLES_OF_ROWS[type(row)], ""
         with locating_errors(table.name, row.id):
             context = table.context_of_ids(attempt.identity.encoded_app, row)
             fields = attempt.keys.open(row.tag, context, row.record)
@@ -141,7 +137,8 @@ def open_session(attempt: Attempt, rows: QueryRows, user: Owner | None) -> Store
     tag = attempt.identity.session_tag
     stored = _only_row(rows, rows.sessions, tag, SESSIONS, id_at=SESSION_ID)
     if stored is None:
-        attempt.forget_session()
+        if user is not None:  # otherwise, `open_user` has removed the session, too
+            attempt.forget_session()
         return None
     row_id = stored[SESSION_ID]
     if user is None:
@@ -334,9 +331,9 @@ def seal_owner(attempt: Attempt, owner: Owner) -> Owner:
     if owner.is_user:
         plaintext = join_id(owner.user_id, plaintext)
     row = owner.row
-    context = table_of(row).context_of_ids(attempt.identity.encoded_app, row)
-    record = attempt.keys.seal(row.tag, context, plaintext)
     new: Any = type(row)
+    context = TABLES_OF_ROWS[new].context_of_ids(attempt.identity.encoded_app, row)
+    record = attempt.keys.seal(row.tag, context, plaintext)
     return Owner(new(*row[:-1], record), *owner[1:])  # `_replace` takes four times as long
 
 

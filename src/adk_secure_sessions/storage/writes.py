@@ -193,7 +193,7 @@ class OwnerChanges:
         """Return *owner* with a new record, and its version witness; the commit caches both."""
         owner = sealed_rows.seal_owner(self._attempt, owner)
         tag = owner.row.tag
-        witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.version, owner.link)
+        witness = sealed_rows.seal_witness(self._attempt, tag, tag, owner.row.version, owner.link)
         self._attempt.after_commit(partial(self._attempt.row_cache.put_owner, witness, owner))
         return owner, witness
 
@@ -205,16 +205,17 @@ class OwnerChanges:
         an erased one that an attacker inserted again, so create a new one.
         """
         self._require_fresh_keys()
-        separate = self._attempt.key_source is KeySource.KEY_DATABASE
-        if self._keys.has_fresh_keys(owner_tag) and not separate:
+        if self._attempt.key_source is KeySource.KEY_DATABASE:
+            self._keys.choose_current(owner_tag, ())
+            if self._keys.current(owner_tag) is not None:
+                return
+        elif self._keys.has_fresh_keys(owner_tag):
             raise TamperedError(
                 f"the row of the user or app with tag {owner_tag.hex()} was removed: "
                 "its data key is still stored",
                 Reason.MISSING,
             )
-        self._keys.choose_current(owner_tag, ())
-        if self._keys.current(owner_tag) is None:
-            self.require_new_data_key(owner_tag)
+        self.require_new_data_key(owner_tag)
 
     def _guard_current_key(self, owner_tag: bytes, *changed_records: bytes) -> None:
         """Make sure that `retire` cannot delete the owner's current data key before the commit.

@@ -221,7 +221,7 @@ class _Import(Write[T]):
                 f"its version is {stored.version}, and version {row.number} was imported: an older "
                 "row was replayed",
                 Reason.MISMATCH,
-                sealed_rows.table_of(stored.row).name,
+                sealed_rows.TABLES_OF_ROWS[type(stored.row)].name,
                 stored.row.id,
             )
         if status is ImportStatus.OUTDATED and not self.replace:
