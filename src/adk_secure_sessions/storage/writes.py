@@ -180,9 +180,10 @@ class OwnerChanges:
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
         """Add the changes that store a new owner in *row*; the owner has a data key."""
-        key_ids = self._keys.ids_to_store(row.tag, ())
+        key = self._keys.current(row.tag)
+        assert key is not None
         owner, witness = self._seal_with_witness(
-            Owner(row, user_id, dump_state(state), new_link(), key_ids)
+            Owner(row, user_id, dump_state(state), new_link(), (key.id,))
         )
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
         self.changes.append(Change(insert, as_parameters(owner.row)))
@@ -468,7 +469,9 @@ class AppendEvent(Write[StoredSession]):
             return None
         identity = attempt.identity
         cached = attempt.row_cache.verified_session(identity.session_tag)
-        if cached is None or cached.id_and_revision != self.expected or cached.has_expired:
+        if cached is None or cached.has_expired:
+            return None
+        if (cached.row.id, cached.row.revision) != self.expected:
             return None
         is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.record)
         return cached if is_usable else None
