@@ -180,10 +180,9 @@ class OwnerChanges:
 
     def _insert(self, row: AppRow | UserRow, user_id: str, state: JsonObject) -> Owner:
         """Add the changes that store a new owner in *row*; the owner has a data key."""
-        key = self._keys.current(row.tag)
-        assert key is not None
+        key_ids = self._keys.ids_to_store(row.tag, ())
         owner, witness = self._seal_with_witness(
-            Owner(row, user_id, dump_state(state), new_link(), (key.id,))
+            Owner(row, user_id, dump_state(state), new_link(), key_ids)
         )
         insert = sql.INSERT_USER if owner.is_user else sql.INSERT_APP
         self.changes.append(Change(insert, as_parameters(owner.row)))
