@@ -44,24 +44,24 @@ _PACKET_REST = 900  # bytes of a packet that are reserved for everything but the
 @functools.cache
 def compile_for_sqlite(
     statement: sa.Executable,
-) -> tuple[str, Callable[[Parameters], tuple[object, ...]]]:
-    """Return the SQL of *statement*, and a function that returns the values for its `?`.
+) -> tuple[str, Callable[[Parameters], Any]]:
+    """Return the SQL of *statement*, and a function that returns the values for the driver.
 
-    By name, SQLite's driver takes 0.1 µs more for each value.
+    By name, a value takes 0.1 µs more, but a repeated value is passed once: bytes take 0.7 µs.
     """
     assert isinstance(statement, sa.ClauseElement)
-    compiled: Any = statement.compile(dialect=_sqlite_dialect())
+    compiled: Any = statement.compile(dialect=_sqlite_dialect("qmark"))
     names = compiled.positiontup
-    if len(names) > 1:
+    if len(set(names)) == len(names) > 1:
         return compiled.string, itemgetter(*names)
-    return compiled.string, lambda parameters: tuple(map(parameters.__getitem__, names))
+    return str(statement.compile(dialect=_sqlite_dialect("named"))), dict
 
 
 @functools.cache
-def _sqlite_dialect() -> sa.Dialect:
+def _sqlite_dialect(paramstyle: str) -> sa.Dialect:
     from sqlalchemy.dialects import sqlite  # which a service on a server does not need
 
-    return sqlite.dialect(paramstyle="qmark")
+    return sqlite.dialect(paramstyle=paramstyle)
 
 
 def decode_any_text(data: bytes) -> str:
