@@ -43,13 +43,14 @@ class IndexMaster(HoldsSecrets):
         return self.mac("state index value", app_name, key, value)
 
     def mac(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:
-        """Return the 16-byte MAC of the context of *parts* and *numbers*.
+        """Return `mac_of_context` of the context of *parts* and *numbers*.
 
         The first part is the purpose of the MAC: docs/format.md has a context for each purpose.
         """
         return self.mac_of_context(build_context(parts, *numbers))
 
     def mac_of_context(self, context: bytes) -> bytes:
+        """Return the 16-byte MAC of *context*."""
         mac = self._mac.copy()
         mac.update(context)
         return mac.finalize()[:TAG_LENGTH]

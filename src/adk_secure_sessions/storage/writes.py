@@ -468,9 +468,7 @@ class AppendEvent(Write[StoredSession]):
             return None
         identity = attempt.identity
         cached = attempt.row_cache.verified_session(identity.session_tag)
-        if cached is None or cached.has_expired:
-            return None
-        if (cached.row.id, cached.row.revision) != self.expected:
+        if cached is None or cached.id_and_revision != self.expected or cached.has_expired:
             return None
         is_usable = attempt.keys.current_is_as_new_as(identity.user_tag, cached.row.record)
         return cached if is_usable else None
