@@ -68,7 +68,7 @@ class FernetCipher(HoldsSecrets):
 
     def decrypt(self, sealed: bytes, associated_data: bytes) -> bytes:
         """Return the plaintext of *sealed*, the bytes of a token.  Tokens do not expire."""
-        if len(sealed) < _START + _BLOCK + _MAC_LENGTH or not sealed.startswith(_VERSION):
+        if not sealed.startswith(_VERSION):
             raise TamperedError()
         mac, aes = self._token_keys(associated_data)
         signed = memoryview(sealed)[:-_MAC_LENGTH]
@@ -79,7 +79,7 @@ class FernetCipher(HoldsSecrets):
             padded = decryptor.update(signed[_START:]) + decryptor.finalize()
             unpadder = PKCS7(8 * _BLOCK).unpadder()
             return unpadder.update(padded) + unpadder.finalize()
-        # ValueError: the padding is wrong.  Only a program that has the key can make such a token.
+        # ValueError: a wrong length or padding, which only a program that has the key can make.
         except (InvalidSignature, ValueError):
             raise TamperedError() from None
 
