@@ -892,7 +892,5 @@ def _to_session(
     # event again.
     if history:
         session.events = history
-    assert session.__pydantic_private__ is not None
-    # Setting it as an attribute takes three times as long.
-    session.__pydantic_private__["_storage_update_marker"] = _marker_of(stored.session)
+    session._storage_update_marker = _marker_of(stored.session)
     return session

@@ -12,7 +12,7 @@ _SHARED = [
 PLAN: dict[str, list[list[str]]] = {
     "formats/records.py": [
         ["tests/test_flags.py", "tests/test_records.py", "tests/test_plaintexts.py"],
-        _VECTORS,
+        [*_VECTORS, "tests/test_backends.py", "tests/test_database_vector.py"],
     ],
     "formats/audit_records.py": [["tests/test_audit_records.py"]],
     "crypto/aead.py": [["tests/test_backends.py"], _VECTORS],
@@ -20,7 +20,10 @@ PLAN: dict[str, list[list[str]]] = {
     "backends/fernet.py": [["tests/test_known_answers.py", "tests/test_backends.py"], _VECTORS],
     "keys/blind_index.py": [["tests/test_blind_index.py"], ["tests/test_audit_vectors.py"]],
     "keys/keyring.py": [["tests/test_keyring.py"], ["tests/test_data_keys.py", *_VECTORS]],
-    "keys/data_keys.py": [["tests/test_data_keys.py"], ["tests/test_keyring.py"], _VECTORS],
+    "keys/data_keys.py": [
+        ["tests/test_data_keys.py", "tests/test_keyring.py", *_VECTORS],
+        ["tests/storage/test_operation_runner.py", "tests/attacks/test_planted_keys.py"],
+    ],
     "keys/providers.py": [
         ["tests/test_keys.py", "tests/test_testing.py"],
         _VECTORS,

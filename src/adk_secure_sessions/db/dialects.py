@@ -47,7 +47,8 @@ def compile_for_sqlite(
 ) -> tuple[str, Callable[[Parameters], Any]]:
     """Return the SQL of *statement*, and a function that returns the values for the driver.
 
-    By name, a value takes 0.1 µs more, but a repeated value is passed once: bytes take 0.7 µs.
+    They are passed by position, unless a name occurs twice: by name, each value takes 0.1 µs more,
+    but repeated bytes would take 0.7 µs each time.
     """
     assert isinstance(statement, sa.ClauseElement)
     compiled: Any = statement.compile(dialect=_sqlite_dialect("qmark"))

@@ -211,7 +211,7 @@ class Cipher(Protocol):
         """
 
 
-# Returns a text as UTF-8; lone surrogates, which Python accepts, take three bytes each.
+# Encodes a text as UTF-8; lone surrogates, which Python accepts, take three bytes each.
 encode_text: Callable[[str], bytes] = methodcaller("encode", "utf-8", "surrogatepass")
 
 

@@ -43,7 +43,7 @@ class IndexMaster(HoldsSecrets):
         return self.mac("state index value", app_name, key, value)
 
     def mac(self, *parts: str | bytes, numbers: tuple[int, ...] = ()) -> bytes:
-        """Return `mac_of_context` of the context of *parts* and *numbers*.
+        """Return the 16-byte MAC of the context of *parts* and *numbers*.
 
         The first part is the purpose of the MAC: docs/format.md has a context for each purpose.
         """
