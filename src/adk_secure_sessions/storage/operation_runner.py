@@ -178,7 +178,6 @@ class Attempt(NamedTuple):
         cache, identity = self.row_cache, self.identity
         cached = cache.users.get(identity.user_tag) or cache.sessions.get(identity.session_tag)
         if self.was_overtaken_by(cached):
-            self.forget_session()
             return
         cache.found_erased_user |= cached is not None
         self.keys.evict_from_cache(identity.user_tag)

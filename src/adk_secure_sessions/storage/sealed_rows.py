@@ -137,8 +137,7 @@ def open_session(attempt: Attempt, rows: QueryRows, user: Owner | None) -> Store
     tag = attempt.identity.session_tag
     stored = _only_row(rows, rows.sessions, tag, SESSIONS, id_at=SESSION_ID)
     if stored is None:
-        if user is not None:  # otherwise, `open_user` has removed the session, too
-            attempt.forget_session()
+        attempt.forget_session()
         return None
     row_id = stored[SESSION_ID]
     if user is None:
