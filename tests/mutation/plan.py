@@ -12,7 +12,7 @@ _SHARED = [
 PLAN: dict[str, list[list[str]]] = {
     "formats/records.py": [
         ["tests/test_flags.py", "tests/test_records.py", "tests/test_plaintexts.py"],
-        [*_VECTORS, "tests/test_backends.py", "tests/test_database_vector.py"],
+        [*_VECTORS, "tests/test_backends.py", "tests/test_keys.py", "tests/test_database_vector.py"],
     ],
     "formats/audit_records.py": [["tests/test_audit_records.py"]],
     "crypto/aead.py": [["tests/test_backends.py"], _VECTORS],
@@ -23,6 +23,7 @@ PLAN: dict[str, list[list[str]]] = {
     "keys/data_keys.py": [
         ["tests/test_data_keys.py", "tests/test_keyring.py", *_VECTORS],
         ["tests/storage/test_operation_runner.py", "tests/attacks/test_planted_keys.py"],
+        ["tests/test_audit.py", "tests/test_telemetry.py"],
     ],
     "keys/providers.py": [
         ["tests/test_keys.py", "tests/test_testing.py"],
