@@ -12,7 +12,8 @@ _SHARED = [
 PLAN: dict[str, list[list[str]]] = {
     "formats/records.py": [
         ["tests/test_flags.py", "tests/test_records.py", "tests/test_plaintexts.py"],
-        [*_VECTORS, "tests/test_backends.py", "tests/test_keys.py", "tests/test_database_vector.py"],
+        [*_VECTORS, "tests/test_backends.py"],
+        ["tests/test_keys.py", "tests/test_database_vector.py"],
     ],
     "formats/audit_records.py": [["tests/test_audit_records.py"]],
     "crypto/aead.py": [["tests/test_backends.py"], _VECTORS],
