@@ -8,11 +8,11 @@ import sqlalchemy as sa
 from adk_secure_sessions.db.dialects import compile_for_sqlite, decode_any_text, dialect_of
 
 
-@pytest.mark.parametrize(("name", "values"), [("b", (1, 2)), ("a", {"a": 1, "b": 2})])
-def test_statement_for_sqlite_is_compiled_once(name: str, values: object) -> None:
-    statement: Any = sa.select(sa.bindparam("a"), sa.bindparam(name))
-    text, values_of = compile_for_sqlite(statement)
-    assert (text.count("?"), values_of({"a": 1, "b": 2})) == (0 if name == "a" else 2, values)
+@pytest.mark.parametrize(("names", "sql"), [("ab", "?, ?"), ("aa", ":a, :a"), ("a", ":a")])
+def test_statement_for_sqlite_is_compiled_once(names: str, sql: str) -> None:
+    statement: Any = sa.select(sa.text(", ".join(f":{name}" for name in names)))
+    (text, values_of), both = compile_for_sqlite(statement), {"a": 1, "b": 2}
+    assert (text, values_of(both)) == (f"SELECT {sql}", (1, 2) if "?" in sql else both)
     assert compile_for_sqlite(statement) is compile_for_sqlite(statement)
 
 

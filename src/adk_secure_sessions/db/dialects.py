@@ -53,7 +53,7 @@ def compile_for_sqlite(
     assert isinstance(statement, sa.ClauseElement)
     compiled: Any = statement.compile(dialect=_sqlite_dialect("qmark"))
     names = compiled.positiontup
-    if len(set(names)) == len(names) > 1:
+    if len(set(names)) == len(names) > 1:  # of one name, `itemgetter` returns no tuple
         return compiled.string, itemgetter(*names)
     return str(statement.compile(dialect=_sqlite_dialect("named"))), dict
 

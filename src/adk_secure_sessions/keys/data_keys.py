@@ -250,8 +250,6 @@ class TransactionKeys:
         keys = self._keys_of(owner_tag)
         assert keys is not None
         assert keys.current is not None
-        if not key_ids or key_ids == (keys.current.id,):
-            return (keys.current.id,)  # the usual case
         backend_id = keys.current.backend_id
         replaced = {key.id for key in keys.by_id.values() if key and key.backend_id == backend_id}
         may_exist = keys.by_id if owner_tag in self._fresh_owners else key_ids
