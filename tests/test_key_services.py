@@ -24,6 +24,7 @@ from adk_secure_sessions import (
 )
 from adk_secure_sessions.keys import remote
 from adk_secure_sessions.keys.remote import RemoteKey, check_transport, in_daemon_thread, require
+from tests.key_services.support import join_threads
 
 
 class Failing(RemoteKey):
@@ -297,14 +298,12 @@ async def test_calls_that_never_end_block_no_other_threads() -> None:
 
 async def test_number_of_calls_that_never_end_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_MAX_ABANDONED", 5)
-    while remote._abandoned:  # of other tests
-        remote._abandoned.pop().join(10)
+    join_threads()  # of other tests
     event = await stuck(5)
     with pytest.raises(TimeoutError):
         await in_daemon_thread(lambda: 8)
     event.set()
-    for thread in remote._abandoned:
-        thread.join(10)
+    join_threads()
     assert await in_daemon_thread(lambda: 8) == 8
     assert remote._abandoned == []
 
@@ -342,8 +341,7 @@ def test_call_that_never_ends_does_not_keep_the_process() -> None:
 def test_call_that_ends_after_its_event_loop_is_discarded(caplog: pytest.LogCaptureFixture) -> None:
     event = asyncio.run(stuck(1))
     event.set()
-    for thread in remote._abandoned:
-        thread.join(10)
+    join_threads()
     assert caplog.records == []
 
 

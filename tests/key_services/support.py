@@ -1,6 +1,7 @@
 """What the tests of all key services share."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
@@ -35,6 +36,14 @@ async def failure(key: KeyProvider) -> KeyServiceError:
         error = error.__cause__ or error.__context__
     assert repr(key.key_id) in str(info.value)
     return info.value
+
+
+def join_threads() -> None:
+    """Wait for the threads of calls, which must end."""
+    for thread in threading.enumerate():
+        if thread.name == "key service":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 async def cancel_while_asked(key: KeyProvider, asked: Sized) -> None:

@@ -5,7 +5,6 @@ import base64
 import hashlib
 import json
 import socket
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +24,7 @@ from adk_secure_sessions import (
 )
 from tests.attacks.needles import locals_of
 from tests.key_services.aws import ACCESS, REGION, Kms
-from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure
+from tests.key_services.support import CONTEXT, MASTER, cancel_while_asked, failure, join_threads
 from tests.key_services.vault import Vault
 
 ARN = f"arn:aws:kms:{REGION}:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
@@ -402,14 +401,6 @@ def test_keys_of_two_services_differ(kms: Kms) -> None:
     assert one != AwsKmsKey(ARN, endpoint_url=kms.address, region="us-east-1")
 
 
-def wait_for_threads() -> None:
-    """Wait for the threads of calls, which must end."""
-    for thread in threading.enumerate():
-        if thread.name == "key service":
-            thread.join(10)
-            assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("accepts", [True, False])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_thread_of_a_call_without_an_answer_ends(kms: Kms, scheme: str, accepts: bool) -> None:
@@ -423,7 +414,7 @@ def test_thread_of_a_call_without_an_answer_ends(kms: Kms, scheme: str, accepts:
         url = f"{scheme}://127.0.0.1:{address[1]}"
         key = AwsKmsKey(ARN, endpoint_url=url, timeout=0.2, attempts=1)
         assert asyncio.run(failure(key)).retryable
-        wait_for_threads()
+        join_threads()
 
 
 def test_thread_of_a_call_with_a_slow_answer_over_tls_ends(
@@ -434,7 +425,7 @@ def test_thread_of_a_call_with_a_slow_answer_over_tls_ends(
     key = AwsKmsKey(ARN, endpoint_url=tls_vault.address, timeout=0.2, attempts=1)
     began = time.perf_counter()
     assert asyncio.run(failure(key)).retryable
-    wait_for_threads()
+    join_threads()
     assert time.perf_counter() - began < 2  # the server has not answered yet
 
 
