@@ -446,7 +446,12 @@ def _parameters(table: sa.Table) -> list[sa.BindParameter[Any]]:
 
 
 def _insert(table: sa.Table, row: sa.Select[Any]) -> sa.Insert:
-    return sa.insert(table).from_select([column.name for column in table.c], row)
+    """Return an INSERT of at most one *row*.
+
+    Without OR FAIL, SQLite would copy each page that it changes, to undo earlier rows.
+    """
+    insert = sa.insert(table).prefix_with("OR FAIL", dialect="sqlite")
+    return insert.from_select([column.name for column in table.c], row)
 
 
 # Inserts a data key only if the stored keyring still has the master key that wraps the data key,
