@@ -272,8 +272,8 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         lifetime = self._lifetime if expires_after is None else lifetime_of(expires_after)
         scopes = json_text.split_scopes(state)
         now = microseconds(platform_time.get_time())
-        app_delta = load_state(encode_state(scopes.app, APP_PREFIX))
-        user_delta = load_state(encode_state(scopes.user, USER_PREFIX))
+        app_delta = json_text.convert_state(scopes.app, APP_PREFIX)
+        user_delta = json_text.convert_state(scopes.user, USER_PREFIX)
         own = encode_state(scopes.session)
         if self._search_index.state_keys:
             await self._search_index.declare_configured(app_name)
@@ -558,7 +558,7 @@ class EncryptedSessionService(HoldsSecrets, ClosedByWith, BaseSessionService):
         if key is not None:
             check_ids(app_name)
             # As a session's state would contain the value after it was stored.
-            value = load_state(encode_state({"value": value}))["value"]
+            value = json_text.convert_state({"value": value})["value"]
             return await self._search_index.find(app_name, key, value, options)
         if options.updated is None or value is not None:
             raise ValueError(

@@ -367,15 +367,18 @@ def encode_state(state: JsonObject, prefix: str = "") -> bytes:
     return data
 
 
+def convert_state(state: JsonObject, prefix: str = "") -> JsonObject:
+    """Convert the values of *state* as `encode_state` does, to JSON values."""
+    return load_state(encode_state(state, prefix)) if state else {}
+
+
 def convert_scopes(state: JsonObject | None) -> Scopes:
     """Split *state* by scope, and convert its values as `encode_state` does, to JSON values."""
     if not state:
         return Scopes({}, {}, {})
-    scopes = split_scopes(state)
+    app, user, session = split_scopes(state)
     return Scopes(
-        load_state(encode_state(scopes.app, APP_PREFIX)),
-        load_state(encode_state(scopes.user, USER_PREFIX)),
-        load_state(encode_state(scopes.session)),
+        convert_state(app, APP_PREFIX), convert_state(user, USER_PREFIX), convert_state(session)
     )
 
 

@@ -42,6 +42,7 @@ MAX_DATA_KEYS = 1000
 _KEY_HEADROOM = 100  # which processes may create at the same time
 _LAST_GENERATION = 2**62
 WRAP_BACKEND_ID = 1  # data keys are always wrapped with AES-256-GCM
+_CONTEXT_KIND = records.encode_part("data-key")
 
 
 @runtime_checkable
@@ -87,9 +88,9 @@ class DataKeyRow(NamedTuple):
 
     def context(self, database_id: bytes) -> bytes:
         """Return the context that `wrapped` is bound to."""
-        parts = ("data-key", database_id, self.owner)
-        return records.build_context(
-            parts, self.id, self.generation, self.backend_id, self.created_at
+        prefix = _CONTEXT_KIND + records.encode_part(database_id) + records.encode_part(self.owner)
+        return records.context_with_prefix(
+            prefix, self.id, self.generation, self.backend_id, self.created_at
         )
 
 
