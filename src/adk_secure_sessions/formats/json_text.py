@@ -116,8 +116,7 @@ def _dumps(value: Any) -> bytes:
     try:
         return to_json(value, inf_nan_mode="constants")
     except ValueError:  # lone surrogates
-        data: bytes = _with_stack(partial(json.dumps, separators=(",", ":")), value).encode("ascii")
-        return data
+        return bytes(_with_stack(partial(json.dumps, separators=(",", ":")), value), "ascii")
 
 
 class _Container(NamedTuple):
@@ -279,8 +278,7 @@ def same_json(value: Any, other: Any, *, numbers_may_differ: bool = False) -> bo
 def canonical_json(value: Any) -> bytes:
     """Return *value* as JSON with sorted keys, in ASCII: the same values have the same JSON."""
     dumps = partial(json.dumps, sort_keys=True, separators=(",", ":"))
-    data: bytes = _with_stack(dumps, value).encode("ascii")
-    return data
+    return bytes(_with_stack(dumps, value), "ascii")
 
 
 # --- states ---------------------------------------------------------------------------------------

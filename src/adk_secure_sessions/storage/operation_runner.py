@@ -607,8 +607,7 @@ def _record_data_key(keyring: Keyring, row: DataKeyRow) -> None:
 
 def key_insertion(keys: TransactionKeys, row: DataKeyRow) -> list[Change]:
     """Return the changes that store a data key if the stored keyring is the one of *keys*."""
-    columns = row._asdict() | keys.keyring_guard()
-    return [Change(sql.INSERT_KEY, columns)]
+    return [Change(sql.INSERT_KEY, row._asdict() | keys.keyring_guard())]
 
 
 def insertion_changes(statement: sa.Insert, rows: Sequence[Parameters]) -> list[Change]:

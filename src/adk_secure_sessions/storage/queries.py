@@ -446,10 +446,7 @@ def _parameters(table: sa.Table) -> list[sa.BindParameter[Any]]:
 
 
 def _insert(table: sa.Table, row: sa.Select[Any]) -> sa.Insert:
-    """Return an INSERT of at most one *row*.
-
-    Without OR FAIL, SQLite would copy each page that it changes, to undo earlier rows.
-    """
+    # Without OR FAIL, SQLite would copy each page that it changes, in case another *row* fails.
     insert = sa.insert(table).prefix_with("OR FAIL", dialect="sqlite")
     return insert.from_select([column.name for column in table.c], row)
 
