@@ -43,8 +43,7 @@ class LoopLocks:
         Only tasks of the same event loop wait for this lock.
         """
         loop_key = (asyncio.get_running_loop(), key)
-        lock = self._locks.get(loop_key)
-        if lock is None:
+        if (lock := self._locks.get(loop_key)) is None:
             lock = self._locks[loop_key] = asyncio.Lock()
         return lock
 

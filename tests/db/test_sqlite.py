@@ -30,9 +30,7 @@ from adk_secure_sessions.db.sqlite import Job, SqliteExecutor
 from adk_secure_sessions.errors import DatabaseError
 from tests.processes import results
 
-TABLE = sa.Table(
-    "numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True, autoincrement=False)
-)
+TABLE = sa.Table("numbers", sa.MetaData(), sa.Column("n", sa.Integer, primary_key=True))
 ALL = sa.select(TABLE.c.n).order_by(TABLE.c.n)
 
 
@@ -101,8 +99,7 @@ async def test_transactions_that_queue_up_share_a_commit(tmp_path: Path) -> None
             super().__init__(*arguments, **options)
             self.set_trace_callback(statements.append)
 
-    url = f"sqlite:///{tmp_path}/numbers.db"
-    executor = await opened(url, connect_args={"factory": Traced})
+    executor = await opened(f"sqlite:///{tmp_path}/numbers.db", connect_args={"factory": Traced})
     statements.clear()
     first = asyncio.ensure_future(executor.write(wait))  # meanwhile the others queue up
     await asyncio.sleep(0.05)
@@ -288,13 +285,16 @@ async def test_forgotten_executor_ends_its_threads(tmp_path: Path, collected_by:
     executor = await opened(f"sqlite:///{tmp_path}/numbers.db")
     mine, loop = executor._threads.copy(), asyncio.get_running_loop()
     assert mine
+    await asyncio.sleep(0)  # the last job, which refers to the executor, has woken this task
+    while any(one.waiting for one in mine):
+        await asyncio.sleep(0)
     vars(executor)["itself"] = executor  # so that only a garbage collection frees it
     del executor
     if collected_by == "the task":
         gc.collect()
     else:  # a thread cannot wait for its own end
-        job = Job(lambda *_: gc.collect(), False, False, loop, sqlite.LoopWaker(loop))
-        mine[1].queue.put(job)
+        waker, enqueue = sqlite.LoopWaker(loop), mine[1].queue.put
+        await Job(lambda *_: gc.collect(), False, False, loop, waker, enqueue)
     for one in mine:
         await asyncio.to_thread(one.thread.join, 5)
     assert not [one for one in mine if one.thread.is_alive()]

@@ -260,13 +260,12 @@ class SqliteExecutor:
         if not (waker := (known := _wakers.get(loop)) and known()):
             waker = LoopWaker(loop)
             _wakers[loop] = weakref.ref(waker)
-        job = Job(work, needs_sqlalchemy, reads, loop, waker)
-        if not reads and threads and threads[0].last_batch_was_group and os.getpid() == self._pid:
+        job = Job(work, needs_sqlalchemy, reads, loop, waker, self._queue)
+        if not reads and threads and threads[0].last_batch_was_group:
             # In the next iteration of the event loop, after the other tasks of this one have added
             # their jobs, too.  The writer would begin with the first of them, because serializing
             # an event releases the GIL: for 50 tasks, it would make twice as many commits.
             await asyncio.sleep(0)
-        self._queue(job)
         try:
             result: T = await job
         finally:  # also if the caller was cancelled while the thread ran the job
@@ -441,12 +440,13 @@ class Job:
     reads: bool  # `work` writes nothing, so that it can be interrupted
     loop: asyncio.AbstractEventLoop
     waker: "LoopWaker"  # of the loop
+    enqueue: "Callable[[Job], None]"  # gives the job to a thread
     is_abandoned: bool = False  # the caller of a read was cancelled
     value: Any = None
     error: BaseException | None = None
     has_ended: bool = False
     # The function that wakes the task which awaits this job, and its context.
-    waiter: "tuple[Callable[[Job], object], Context] | None" = None
+    waiter: "tuple[Callable[[Job], object], Context]" = field(init=False)
     _taken: threading.Lock = field(default_factory=threading.Lock)
     _asyncio_future_blocking: bool = False
 
@@ -459,26 +459,24 @@ class Job:
 
         All jobs of a batch may fail with one *error*, so each stores a copy.
         """
-        self.value = None
         self.error = copy_of(translate(error)) if isinstance(error, Exception) else error
 
     def wake(self) -> None:
-        """Run the task until it awaits something else, if it awaits the job already."""
-        if self.waiter is not None:
-            wake, context = self.waiter
-            if "_nest_patched" in vars(asyncio):
-                # A task may run the event loop again until another task ends: see `nest_asyncio`.
-                # In the context in which this method is called, the loop could not wake that task.
-                self.loop.call_soon(wake, self, context=context)
-            else:
-                context.run(wake, self)
+        """Run the task until it awaits something else."""
+        wake, context = self.waiter
+        if "_nest_patched" in vars(asyncio):
+            # A task may run the event loop again until another task ends: see `nest_asyncio`.  In
+            # the context in which this method is called, the loop could not wake that task.
+            self.loop.call_soon(wake, self, context=context)
+        else:
+            context.run(wake, self)
 
     def __await__(self) -> Generator["Job", None, Any]:
-        """Wait for the job and return its result, or raise its error."""
-        if not self.has_ended:
-            self._asyncio_future_blocking = True
-            yield self
-        return self.result()
+        """Wait for the job and return its value; the task raises its error."""
+        self._asyncio_future_blocking = True
+        yield self
+        value, self.value = self.value, None
+        return value
 
     # The other methods are those that `asyncio.Task` calls.
 
@@ -487,6 +485,14 @@ class Job:
 
     def add_done_callback(self, wake: "Callable[[Job], object]", *, context: Context) -> None:
         self.waiter = wake, context
+        # As late as possible, with no objects left to free: a thread that wakes up before the event
+        # loop waits finds the GIL taken, and must wake up twice: 3% of the CPU time of a write.
+        try:
+            self.enqueue(self)
+        except BaseException as error:
+            if self.take():  # otherwise, a thread has the job already
+                self.fail(error)
+                _deliver([self])
 
     def result(self) -> Any:
         if self.error is not None:
@@ -598,6 +604,7 @@ class WorkerThread:
             job.fail(error)
         finally:
             self._job = None  # the job refers to decrypted rows, see `_serve`
+            del job.work  # here: see `add_done_callback`
 
     def _run_batch(self, batch: list[Job]) -> None:
         """Run *batch* in one transaction.
@@ -811,12 +818,10 @@ def _deliver(jobs: list[Job]) -> None:
     """Wake the tasks that await *jobs*, with one call for each event loop, because each call writes
     to a file.
     """
-    loops = {}
     for job in jobs:
         job.has_ended = True
         job.waker.jobs.append(job)
-        loops[job.waker] = job.loop
-    for waker, loop in loops.items():
+    for waker, loop in {job.waker: job.loop for job in jobs}.items():
         waker.wake(loop)
 
 

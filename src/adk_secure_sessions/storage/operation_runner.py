@@ -623,8 +623,7 @@ def apply_or_conflict(changes: Sequence[Change]) -> Steps[None]:
 
 def try_apply(changes: Sequence[Change]) -> Steps[bool]:
     """Make *changes*; return False, and change nothing, if the first one matched no row."""
-    applied: bool = yield Apply(changes)
-    return applied
+    return bool((yield Apply(changes)))
 
 
 async def read_data_keys(
