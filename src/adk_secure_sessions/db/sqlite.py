@@ -451,7 +451,7 @@ class Job:
     _asyncio_future_blocking: bool = False
 
     def take(self) -> bool:
-        """Return True to the first caller: the thread that runs the job, or a cancelled caller."""
+        """Return True to the first caller: the thread that runs the job, or what ends it."""
         return self._taken.acquire(blocking=False)
 
     def fail(self, error: BaseException) -> None:
@@ -459,6 +459,7 @@ class Job:
 
         All jobs of a batch may fail with one *error*, so each stores a copy.
         """
+        self.value = None
         self.error = copy_of(translate(error)) if isinstance(error, Exception) else error
 
     def wake(self) -> None:
@@ -485,14 +486,15 @@ class Job:
 
     def add_done_callback(self, wake: "Callable[[Job], object]", *, context: Context) -> None:
         self.waiter = wake, context
-        # As late as possible, with no objects left to free: a thread that wakes up before the event
-        # loop waits finds the GIL taken, and must wake up twice: 3% of the CPU time of a write.
+        # As late as possible: a thread that wakes up before the event loop waits finds the GIL held
+        # and wakes up twice, 3% of a write.  So `_run` and `__await__` free objects before this.
         try:
             self.enqueue(self)
         except BaseException as error:
-            if self.take():  # otherwise, a thread has the job already
-                self.fail(error)
-                _deliver([self])
+            if not self.take():
+                raise  # Ctrl-C: a thread has the job already, and will wake the task
+            self.error = error
+            _deliver([self])
 
     def result(self) -> Any:
         if self.error is not None:
@@ -604,7 +606,7 @@ class WorkerThread:
             job.fail(error)
         finally:
             self._job = None  # the job refers to decrypted rows, see `_serve`
-            del job.work  # here: see `add_done_callback`
+            del job.work  # see `add_done_callback`
 
     def _run_batch(self, batch: list[Job]) -> None:
         """Run *batch* in one transaction.

@@ -338,9 +338,7 @@ class OperationRunner:
     ) -> Identity:
         """Return the ids together with their tags (blind indexes)."""
         # The tags stay the same when caches expire: `run` empties those.
-        opened = None if self.before_use else self._opened
-        if opened is None:
-            opened = await self._ensure_open()
+        opened = (None if self.before_use else self._opened) or await self._ensure_open()
         ids = (app_name, user_id, session_id, is_collection)
         if found := opened.identities.get(ids):
             return found
