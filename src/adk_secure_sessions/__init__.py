@@ -25,10 +25,6 @@ from adk_secure_sessions.errors import (
     WrongKeyError,
 )
 from adk_secure_sessions.formats.records import Cipher, Packing
-from adk_secure_sessions.keys.aws import AwsKmsKey
-from adk_secure_sessions.keys.gcp import GcpKmsKey
-from adk_secure_sessions.keys.passphrase import PassphraseKey
-from adk_secure_sessions.keys.pkcs11 import Pkcs11Key
 from adk_secure_sessions.keys.providers import (
     EnvironmentKey,
     FileKey,
@@ -37,13 +33,17 @@ from adk_secure_sessions.keys.providers import (
     generate_key,
 )
 from adk_secure_sessions.keys.specs import key_provider
-from adk_secure_sessions.keys.vault import VaultKey
 
 if TYPE_CHECKING:
     from adk_secure_sessions.integrations.artifact_store import ArtifactStore
     from adk_secure_sessions.integrations.artifacts import EncryptedArtifactService
     from adk_secure_sessions.integrations.memory import EncryptedMemoryService
     from adk_secure_sessions.integrations.wrapper import EncryptedSessionWrapper
+    from adk_secure_sessions.keys.aws import AwsKmsKey
+    from adk_secure_sessions.keys.gcp import GcpKmsKey
+    from adk_secure_sessions.keys.passphrase import PassphraseKey
+    from adk_secure_sessions.keys.pkcs11 import Pkcs11Key
+    from adk_secure_sessions.keys.vault import VaultKey
     from adk_secure_sessions.listings import EventPage, SessionPage
     from adk_secure_sessions.service import (
         EncryptedSessionService,
@@ -95,17 +95,22 @@ __all__ = [
 ]
 
 
-# These names are imported on first use, because they import google-adk.  Importing google-adk takes
-# seconds, and the command line does not need it.
+# These names are imported on first use.  Most import google-adk, which takes seconds, and which the
+# command line does not need.  A process uses at most one or two of the key providers.
 _MODULES = {
     "ArtifactStore": "integrations.artifact_store",
+    "AwsKmsKey": "keys.aws",
     "EncryptedArtifactService": "integrations.artifacts",
     "EncryptedMemoryService": "integrations.memory",
     "EncryptedSessionWrapper": "integrations.wrapper",
     "EncryptedSessionService": "service",
     "EventPage": "listings",
+    "GcpKmsKey": "keys.gcp",
+    "PassphraseKey": "keys.passphrase",
+    "Pkcs11Key": "keys.pkcs11",
     "SessionPage": "listings",
     "StaleSessionError": "service",
+    "VaultKey": "keys.vault",
     "append_event_to_latest": "service",
 }
 

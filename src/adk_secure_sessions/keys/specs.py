@@ -3,32 +3,22 @@
 A key spec does not contain the key, so it may appear in logs and process lists.
 """
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import cast
 
 from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
-from adk_secure_sessions.keys.aws import AwsKmsKey
-from adk_secure_sessions.keys.gcp import GcpKmsKey
-from adk_secure_sessions.keys.passphrase import PassphraseKey
-from adk_secure_sessions.keys.pkcs11 import Pkcs11Key
-from adk_secure_sessions.keys.providers import (
-    EnvironmentKey,
-    FileKey,
-    KeyProvider,
-    StaticKey,
-    read_environment,
-)
-from adk_secure_sessions.keys.vault import VaultKey
+from adk_secure_sessions.keys.providers import KeyProvider, StaticKey, read_environment
 
-_SCHEMES: dict[str, Callable[[str], KeyProvider]] = {
-    "env": EnvironmentKey,
-    "file": FileKey,
-    "passphrase-env": lambda name: PassphraseKey(read_environment(name)),
-    "vault": VaultKey,
-    "aws-kms": AwsKmsKey,
-    "gcp-kms": GcpKmsKey,
-    "pkcs11": Pkcs11Key,
+# The module and the class of each scheme, imported on first use.
+_SCHEMES = {
+    "env": ("providers", "EnvironmentKey"),
+    "file": ("providers", "FileKey"),
+    "passphrase-env": ("passphrase", "PassphraseKey"),
+    "vault": ("vault", "VaultKey"),
+    "aws-kms": ("aws", "AwsKmsKey"),
+    "gcp-kms": ("gcp", "GcpKmsKey"),
+    "pkcs11": ("pkcs11", "Pkcs11Key"),
 }
 
 
@@ -43,11 +33,13 @@ def key_provider(spec: str) -> KeyProvider:
             installed.  The message does not repeat `spec`, which may be a key by mistake.
     """
     scheme, colon, rest = spec.partition(":")
-    make = _SCHEMES.get(scheme) if colon and rest else None
-    if make is None:
+    if not (colon and rest and scheme in _SCHEMES):
         known = ", ".join(f"{name}:..." for name in _SCHEMES)
         raise ConfigurationError(f"not a key spec that this version knows; it knows {known}")
-    return make(rest)
+    module, name = _SCHEMES[scheme]
+    make = getattr(import_module(f"adk_secure_sessions.keys.{module}"), name)
+    provider: KeyProvider = make(read_environment(rest) if scheme == "passphrase-env" else rest)
+    return provider
 
 
 @hides_locals
