@@ -10,7 +10,7 @@ from adk_secure_sessions.errors import ConfigurationError
 from adk_secure_sessions.hiding import hides_locals
 from adk_secure_sessions.keys.providers import KeyProvider, StaticKey, read_environment
 
-# The module and the class of each scheme, imported on first use.
+# The module and the class of each scheme.  All modules would take 5% of the package's import.
 _SCHEMES = {
     "env": ("providers", "EnvironmentKey"),
     "file": ("providers", "FileKey"),
