@@ -166,7 +166,8 @@ async def test_interrupt_after_a_job_was_queued_is_reported_and_the_job_still_ha
     monkeypatch.setattr(SqliteExecutor, "_queue", interrupted)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     assert await numbers.write(partial(add, 1))
-    assert [context["exception"] for context in reported] == [interrupt]
+    assert await stored(numbers) == [1]
+    assert [context["exception"] for context in reported] == [interrupt] * 2
 
 
 async def test_errors_and_cancellations_of_a_shared_commit_reach_the_right_tasks(
@@ -296,8 +297,7 @@ async def test_forgotten_executor_ends_its_threads(tmp_path: Path, collected_by:
     else:  # a thread cannot wait for its own end
         loop, enqueue = asyncio.get_running_loop(), mine[1].queue.put
         await Job(lambda *_: gc.collect(), False, False, loop, sqlite.LoopWaker(loop), enqueue)
-    for one in mine:
-        await asyncio.to_thread(one.thread.join, 5)
+    await asyncio.gather(*(asyncio.to_thread(one.thread.join, 5) for one in mine))
     assert [one.thread.is_alive() for one in mine] == [False] * 3
 
 

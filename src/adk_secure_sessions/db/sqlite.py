@@ -451,7 +451,7 @@ class Job:
     _asyncio_future_blocking: bool = False
 
     def take(self) -> bool:
-        """Return True to the first caller: the thread that runs the job, or what ends it."""
+        """Return True to the first caller: the thread that runs the job, or `_end`."""
         return self._taken.acquire(blocking=False)
 
     def fail(self, error: BaseException) -> None:
@@ -491,10 +491,8 @@ class Job:
         try:
             self.enqueue(self)
         except BaseException as error:
-            if not self.take():
+            if not self._end(error):
                 raise  # Ctrl-C: a thread has the job already, and will wake the task
-            self.error = error
-            _deliver([self])
 
     def result(self) -> Any:
         if self.error is not None:
@@ -503,12 +501,17 @@ class Job:
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the job unless a thread runs it; the task then waits until the job has ended."""
-        if not self.take():
-            self.is_abandoned = self.reads
-            return False
-        self.error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
-        self.loop.call_soon(self.wake)
-        return True
+        if self._end(asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)):
+            return True
+        self.is_abandoned = self.reads
+        return False
+
+    def _end(self, error: BaseException) -> bool:
+        """End the job with *error* and return True, unless a thread has taken the job."""
+        if is_first := self.take():
+            self.error = error
+            self.loop.call_soon(self.wake)
+        return is_first
 
 
 class WorkerThread:
